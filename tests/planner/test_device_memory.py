@@ -31,8 +31,8 @@ def test_on_a_gpu_context_workspace_and_slack_come_on_top():
     ]
     cluster = cluster_of("2xA100-40G")
     memory = device_memory(record(events, ranks=2, peak=1000 * Z), cluster)
-    assert memory.allocated == 1000 * Z and memory.workspace == 132 * Z
-    assert memory.reserved == 1050 * Z + 132 * Z
+    assert memory.allocated == 1000 * Z and memory.workspace == 164 * Z
+    assert memory.reserved == 1050 * Z + 164 * Z
     assert memory.context == cluster.device.context_bytes + 128 * Z  # one group, however many messages
     assert memory.total == memory.reserved + memory.context == cluster.device.memory_bytes - memory.free
     assert any("slack" in line for line in memory.assumed)

@@ -142,9 +142,9 @@ PREDICTION = {
 }  # fmt: skip
 
 
-def measured(seconds: float, memory: float, *, of: str = "GPU") -> dict:
+def measured(seconds: float, memory: float, *, of: str = "GPU", library_bytes: int = 0) -> dict:
     steps = [{"seconds": seconds + 0.05, "data_seconds": 0.05, "memory_bytes": int(memory)}] * 3
-    found = predicted({"prediction": PREDICTION, "memory_of": of}, steps)
+    found = predicted({"prediction": {**PREDICTION, "library_bytes": library_bytes}, "memory_of": of}, steps)
     assert found is not None
     return found
 
@@ -155,6 +155,8 @@ def test_what_agrees_is_said_to_and_what_does_not_offers_to_measure_again():
     late = measured(0.4, 10 * GIB)
     assert late["rows"][0][3] == "-50.0 %" and "widefield plan --calibrate measures this machine" in late["words"]
     assert "memory is off by more than 5 %" in measured(0.2, 12 * GIB)["words"]
+    with_cublas = measured(0.2, 10.1 * GIB, library_bytes=GIB // 10)
+    assert with_cublas["rows"][1][3] == "+0.0 %"
     assert near["parts"][0] == ("memory: activations", "9.0 GiB")
 
 

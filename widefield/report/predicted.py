@@ -28,8 +28,9 @@ def predicted(start: Line, steps: Sequence[Line]) -> dict[str, Any] | None:
         far += _far("time", said["seconds"], took)
     if steps and start.get("memory_of") == "GPU":
         held = max(line["memory_bytes"] for line in steps)
-        rows.append(_row("memory that torch allocated, rank 0", said["peak_memory_bytes"], held, bytes_text))
-        far += _far("memory", said["peak_memory_bytes"], held)
+        size = said["peak_memory_bytes"] + said.get("library_bytes", 0)  # of cuBLAS, which torch counts with tensors
+        rows.append(_row("memory that torch allocated, rank 0", size, held, bytes_text))
+        far += _far("memory", size, held)
     elif steps:
         held = max(line["memory_bytes"] for line in steps)
         rows.append(("memory, rank 0", bytes_text(said["peak_memory_bytes"]), f"{bytes_text(held)} of the process", "–"))
