@@ -117,7 +117,8 @@ def prediction_of(estimate: PlanEstimate, cluster: Cluster) -> dict[str, Any]:
     return {
         "machines": cluster.text, "device": cluster.device.name, "plan": estimate.name,
         "measured_device": cluster.calibration is not None, "peak_memory_bytes": first.peak_memory_bytes,
-        "library_bytes": 0 if cluster.device.is_cpu else BLAS_WORKSPACE, "total_bytes": first.total_bytes, "parts": dict(first.parts), "where": first.where, "seconds": estimate.seconds,
+        "library_bytes": 0 if cluster.device.is_cpu else BLAS_WORKSPACE,
+        "total_bytes": first.total_bytes, "parts": dict(first.parts), "where": first.where, "seconds": estimate.seconds,
         "seconds_low": estimate.low_seconds, "seconds_high": estimate.high_seconds,
         "seconds_by": dict(estimate.seconds_by), "message_bytes": estimate.message_bytes,
     }  # fmt: skip
