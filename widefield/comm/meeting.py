@@ -4,12 +4,14 @@ A process may train and then evaluate, and so open a process group twice.  It us
 has the keys of the first time; and where rank 0 serves the store, another rank could come to the second rendezvous before the
 first store is closed.  So each rendezvous has a key prefix of its own.
 
-A launcher may serve the store, as torchrun and local.py do; else rank 0 does.  The rendezvous may also be a file that all
+A launcher may serve the store, as torchrun and local.py do, and for several starts of the ranks (starts.py); else rank 0 does.
+The rendezvous may also be a file that all
 machines share: rank 0 writes into it where its store is, and the others read it (meeting_file.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import itertools
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from widefield.comm import meeting_file, roll_call
+from widefield.comm import meeting_file, roll_call, starts
 from widefield.comm.interfaces import choose_interface, listening_socket
 from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.world import FILE, World
@@ -40,6 +42,8 @@ RESOLVE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class _Meeting:
+    """store: with the keys of this start of the ranks alone."""
+
     store: dist.Store
     cards: list[roll_call.Card]
 
@@ -74,7 +78,7 @@ def store_of_meeting(world: World, *, timeout: datetime.timedelta, gpu: str | No
     """
     if world.place not in _open:
         _open[world.place] = _met(world, timeout, gpu)
-    return dist.PrefixStore(f"widefield/meeting/{next(_meetings)}", _open[world.place].store)
+    return dist.PrefixStore(f"meeting/{next(_meetings)}", _open[world.place].store)
 
 
 def placed_on_machine(world: World, *, timeout: datetime.timedelta) -> World:
@@ -116,10 +120,12 @@ def _met(world: World, timeout: datetime.timedelta, gpu: str | None) -> _Meeting
         os.environ.setdefault("RANK", str(world.rank))
         os.environ.setdefault("WORLD_SIZE", str(world.size))
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store may outlive a start of the ranks
-        left = timeout.total_seconds() - (time.monotonic() - began)
-        here = dist.PrefixStore(f"widefield/here/{attempt}", store)
-        cards = roll_call.answer(here, world, address=address, gpu=gpu, seconds=left)
+        left = lambda: timeout.total_seconds() - (time.monotonic() - began)  # noqa: E731
+        served_here = contextlib.nullcontext("start")  # it ends with the rank that serves it
+        is_launchers = _is_of_launcher(world)
+        with starts.name_of_start(store, world, seconds=left()) if is_launchers else served_here as start:
+            own = dist.PrefixStore(f"widefield/{start}", store)
+            cards = roll_call.answer(dist.PrefixStore("here", own), world, address=address, gpu=gpu, seconds=left())
     except dist.DistError as error:
         raise ValueError(
             f"rank {world.rank} of {world.size} did not meet the others at {world.place} in {timeout.total_seconds():.0f} s "
@@ -128,8 +134,13 @@ def _met(world: World, timeout: datetime.timedelta, gpu: str | None) -> _Meeting
     if world.place.startswith(FILE) and world.rank == 0:
         meeting_file.remove(world.address)
     choose_interface(roll_call.address_between(cards, world.rank), has_one_host=roll_call.have_one_host(cards))
-    store.set_timeout(timeout)
-    return _Meeting(store, cards)
+    own.set_timeout(timeout)
+    return _Meeting(own, cards)
+
+
+def _is_of_launcher(world: World) -> bool:
+    """Whether the launcher serves the store, and so maybe longer than these ranks live."""
+    return world.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _connected(world: World, timeout: datetime.timedelta) -> tuple[dist.TCPStore, str, int]:
@@ -137,7 +148,7 @@ def _connected(world: World, timeout: datetime.timedelta) -> tuple[dist.TCPStore
     if world.place.startswith(FILE):
         return meeting_file.connected(world, timeout, serve=_served, join=_client)
     address = world.address
-    if world.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if _is_of_launcher(world):
         return _client(address, world.port, timeout), address, world.port
     _check_resolves(world)
     if world.has_one_host:
