@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import pty
 import re
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -153,3 +158,29 @@ def test_an_exception_in_a_callback_ends_all_ranks_in_words(tmp_path):
 def test_what_is_no_callback_is_refused(callback, told, tmp_path):
     with pytest.raises(ValueError, match=told):
         wf.train("digits", run=tmp_path / "run", callbacks=[callback])
+
+
+@pytest.mark.alone
+@pytest.mark.sweep
+def test_a_run_whose_terminal_is_closed_saves_and_is_to_be_continued(tmp_path):
+    """The kernel sends it SIGHUP, and whatever it prints from then on fails."""
+    command = [sys.executable, "-m", "widefield", "train", "digits", "--run", str(tmp_path / "run"), "mesh.replicate=1"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command)
+    reader = threading.Thread(target=read_until_closed, args=(terminal,), daemon=True)
+    reader.start()
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run/record.jsonl").is_file() or not losses(tmp_path / "run"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    assert record(tmp_path / "run", "end")[-1]["reason"] == "interrupted"
+    assert json.loads((tmp_path / "run/stopped.json").read_text())["signal"] == "SIGHUP"
+
+
+def read_until_closed(terminal: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 1000):
+            pass

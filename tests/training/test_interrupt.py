@@ -23,8 +23,9 @@ def handlers_come_back():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", Interrupt.SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_the_first_signal_is_a_request_that_says_which(number):
+    assert number in Interrupt.SIGNALS
     with Interrupt(watch_parent=False) as interrupt:
         assert not interrupt.asked and interrupt.signal is None
         signal.raise_signal(number)
@@ -93,12 +94,13 @@ def test_the_death_of_the_parent_asks_only_where_it_is_watched(watch, seconds, t
         assert middle.stdout.read() == "" and int(pid) != os.getpid()
 
 
-def test_a_signal_that_was_ignored_stays_so():
-    """A shell makes its background jobs deaf to Ctrl-C; they are not to stop upon it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_stays_so(number):
+    """A shell makes its background jobs deaf to Ctrl-C, and nohup to a closed terminal; they are not to stop upon it."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with Interrupt(watch_parent=False) as interrupt:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert not interrupt.asked and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), number)
+            assert not interrupt.asked and signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the loop finishes its step, saves and stops on all ranks."""
+"""Ctrl-C, SIGTERM and the like: the loop finishes its step, saves and stops on all ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ class StopNow(Exception):
 
 
 class Interrupt:
-    """While open, records the first SIGINT, SIGTERM or SIGUSR1 (Slurm's warning); a further SIGINT ends the process.
+    """While open, records the first of SIGNALS; a further SIGINT ends the process.
 
     tells: print a line at the first signal.
     watch_parent: the end of the parent process counts as a request too.  For ranks of a launcher, not for a run that was
         started from a shell, which may exit.
-    A signal that was ignored before stays ignored, as in a background job.  Outside of the main thread Python allows no
-    handlers, so only the parent is watched there.
+    A signal that was ignored before stays ignored, as in a background job or under nohup.  Outside of the main thread Python
+    allows no handlers, so only the parent is watched there.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    """SIGUSR1 is Slurm's warning, and SIGHUP says that the terminal or the connection is closed."""
 
     def __init__(self, *, watch_parent: bool, tells: bool = False) -> None:
         self.signal: signal.Signals | None = None

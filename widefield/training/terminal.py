@@ -105,7 +105,8 @@ class _Bar:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._progress.stop()
+        with ignoring_closed(self._stream):
+            self._progress.stop()
 
 
 class ImageProgress:
