@@ -14,7 +14,7 @@ from torch import nn
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes, convolution_form
 from widefield.planner.machines import cluster_of
-from widefield.planner.machines.calibrate import _fitted, host_seconds, local_messages
+from widefield.planner.machines.calibrate import NO_SHEET, _fitted, host_seconds, local_messages
 from widefield.planner.machines.calibration import (
     Calibration,
     Kernel,
@@ -88,6 +88,8 @@ def test_a_gpus_peaks_stay_those_of_its_data_sheet():
     kernel = Kernel(("aten.convolution.default", (), ()), "aten.convolution.default", "float32", 603979776.0, 4341760, 5.47e-05)
     sheet = gpu_named("NVIDIA H200")
     assert _fitted(sheet, [kernel]) == replace(sheet, source=f"{sheet.source}; kernels measured on this machine")
+    unknown, long = replace(sheet, source=NO_SHEET), replace(kernel, seconds=1e-3, flops=2e10)
+    assert _fitted(unknown, [kernel, long]).flops_per_second["float32"] == pytest.approx(2e13)
     assert _fitted(cpu_core(), [kernel]).flops_per_second["float32"] == pytest.approx(1.104e13, rel=1e-3)
 
 
@@ -252,10 +254,21 @@ def test_no_file_is_no_measurement_and_a_damaged_one_is_refused():
         ("Tesla V100-SXM2-32GB", "V100-32G"),
         ("Tesla T4", "T4"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("AMD Instinct MI300X", "MI300X"),
+        *((name, None) for name in ("NVIDIA L40", "NVIDIA A30", "NVIDIA A40", "NVIDIA GeForce RTX 3080", "Quadro RTX 8000")),
     ],
 )
 def test_a_gpu_is_known_by_its_drivers_name(name, row):
-    assert gpu_named(name).name == row
+    known = gpu_named(name)
+    assert (known and known.name) == row
+    if name == "NVIDIA A100-SXM4-80GB":
+        assert gpu_named("NVIDIA A100", 40 * 2**30).name == "A100-40G"
 
 
 def test_the_hosts_share_of_operations_and_messages_counts_on_a_cpu():

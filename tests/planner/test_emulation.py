@@ -36,6 +36,11 @@ def given_model(model: nn.Module) -> Given:
 # ---------------------------------------------------------------------------------------------- what is recorded
 
 
+def test_a_step_is_a_full_batch_whatever_the_data_has():
+    few, many = (record(batch=16, given=stand_in_data(IMAGE, classes=5, samples=samples)) for samples in (4, 1000))
+    assert few.peak_bytes == many.peak_bytes > 3 * record(batch=4).parts["activations"] and few.samples == 16
+
+
 def test_the_parts_add_up_to_the_peak_and_the_peak_is_the_largest_point():
     step = record()
     assert sum(step.parts.values()) == step.peak_bytes == max(point.bytes for point in step.memory)

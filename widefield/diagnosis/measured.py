@@ -53,7 +53,8 @@ def _cluster_of(surroundings: Surroundings) -> Cluster:
         return cluster_of(f"cpu:{each}" if nodes == 1 else f"{nodes}x1xcpu:{each}")
     import torch
 
-    return cluster_of(f"{nodes}x{each}x{gpu_named(torch.cuda.get_device_name(mesh.device)).name}")
+    known = gpu_named(torch.cuda.get_device_name(mesh.device), torch.cuda.get_device_properties(mesh.device).total_memory)
+    return cluster_of(f"{nodes}x{each}x{known.name if known else 'A100-80G'}")
 
 
 def judged(facts: Sequence[Facts], what: str) -> Finding:

@@ -28,7 +28,8 @@ def look(surroundings: Surroundings) -> dict[str, Any]:
     index = surroundings.world.local_rank % facts["count"]
     free, total = torch.cuda.mem_get_info(index)
     properties = torch.cuda.get_device_properties(index)
-    facts |= {"name": properties.name, "kind": gpu_named(properties.name).name, "free": free, "total": total}
+    known = gpu_named(properties.name, total)
+    facts |= {"name": properties.name, "kind": known.name if known else properties.name, "free": free, "total": total}
     return facts | {"card": str(getattr(properties, "uuid", index)), "shares": ranks_per_gpu()}
 
 

@@ -2,9 +2,9 @@
 
 On a CPU, what is allocated is what is taken.  On a GPU torch's caching allocator rounds each storage up to 512 bytes, and takes
 memory from the driver in segments: 2 MiB for storages up to 1 MiB, 20 MiB for those below 10 MiB, and multiples of 2 MiB above.
-A free block is cut where it is more than 1 MiB (512 bytes of small ones) too large, and goes to what fits it best
-(c10/cuda/CUDACachingAllocator.cpp).  Where the record has its blocks, they are put into segments as there; otherwise the slack
-is estimated.
+A free block is cut where it is more than 1 MiB (512 bytes of small ones) too large, and goes to what fits it best.  Where the
+driver has no more, segments that are wholly free are given back to it first (c10/cuda/CUDACachingAllocator.cpp).  Where the
+record has its blocks, they are put into segments as there; otherwise the slack is estimated.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from widefield.planner.machines.cluster import Cluster
+from widefield.planner.machines.device import Device
 from widefield.planner.step_record import OpEvent, StepRecord
 
 MIB = 2**20
@@ -24,8 +25,7 @@ SLACK = 0.05
 WORKSPACE_MOST = 256 * MIB
 """What cuDNN may take for one convolution while it runs; larger ones fall back to a method that needs less, where torch
 benchmarks."""
-BLAS_WORKSPACE = 64 * MIB
-"""32 MiB of cuBLAS and 32 of cuBLASLt on Hopper, which torch counts as allocated (8 and 1 MiB before it)."""
+HOPPER_AND_LATER = ("H100", "H200", "B200", "RTX5090")
 COMMUNICATOR_BYTES = 128 * MIB
 """NCCL's buffers for one group of ranks: 4 MiB for each of some 16 to 32 channels."""
 
@@ -58,19 +58,25 @@ def device_memory(record: StepRecord, cluster: Cluster) -> DeviceMemory:
     if device.is_cpu:
         peak = record.peak_bytes
         return DeviceMemory(peak, 0, peak, device.context_bytes, peak + device.context_bytes, device.memory_bytes - peak)
-    workspace = _workspace(record) + BLAS_WORKSPACE
+    workspace = _workspace(record) + blas_workspace(device)
+    groups = {event.ranks for event in record.messages if not event.control}
+    context = device.context_bytes + COMMUNICATOR_BYTES * len(groups)
     assumed = [f"kernels' own memory: at most {workspace / MIB:.0f} MiB, not measured"]
     if record.blocks:
-        allocated, reserved = packed([(one.made, one.freed, one.bytes) for one in record.blocks], device.block_bytes)
+        blocks = [(one.made, one.freed, one.bytes) for one in record.blocks]
+        allocated, reserved = packed(blocks, device.block_bytes, limit=device.memory_bytes - context - workspace)
     else:
         allocated = record.peak_bytes
         reserved = int(allocated * (1 + SLACK))
         assumed.append(f"the allocator's slack: {SLACK:.0%} of what is allocated, as an estimate")
     reserved += workspace
-    groups = {event.ranks for event in record.messages if not event.control}
-    context = device.context_bytes + COMMUNICATOR_BYTES * len(groups)
     total = reserved + context
     return DeviceMemory(allocated, workspace, reserved, context, total, device.memory_bytes - total, assumed)
+
+
+def blas_workspace(device: Device) -> int:
+    """What cuBLAS and cuBLASLt keep, which torch counts as allocated: 32 MiB each from Hopper on, 8 and 1 before."""
+    return 0 if device.is_cpu else 64 * MIB if device.name.startswith(HOPPER_AND_LATER) else 9 * MIB
 
 
 def _workspace(record: StepRecord) -> int:
@@ -83,17 +89,17 @@ def _is_convolution(event: OpEvent) -> bool:
     return "convolution" in event.name
 
 
-def packed(blocks: Sequence[tuple[int, int | None, int]], block_bytes: int) -> tuple[int, int]:
-    """(the most that is allocated at a time, all that is taken from the driver) of blocks in the caching allocator.
+def packed(blocks: Sequence[tuple[int, int | None, int]], block_bytes: int, *, limit: int | None = None) -> tuple[int, int]:
+    """(the most that is allocated at a time, the most that is taken from the driver) of blocks in the caching allocator.
 
     blocks: (event at which it is made, at which it is freed or None, bytes).  What is freed at an event is free for what is
-    made there.
+    made there.  limit: what the driver has.
     """
     sized = [(made, freed, index) for index, (made, freed, size) in enumerate(blocks) if size]
     makes = [(made, 1, index) for made, _, index in sized]
     # What comes and goes between the same two events goes after it has come.
     frees = [(freed, 2 if freed == made else 0, index) for made, freed, index in sized if freed is not None]
-    pools, places, now, most = Segments(), {}, 0, 0
+    pools, places, now, most = Segments(limit), {}, 0, 0
     for _, order, index in sorted(makes + frees):
         size = -(-blocks[index][2] // block_bytes) * block_bytes
         if order == 1:
@@ -103,14 +109,18 @@ def packed(blocks: Sequence[tuple[int, int | None, int]], block_bytes: int) -> t
             pools.give_back(places.pop(index), size)
             now -= size
         most = max(most, now)
-    return most, pools.reserved
+    return most, pools.most
 
 
 class Segments:
     """Free blocks of the small and the large pool; addresses are numbers that grow, with a gap between segments."""
 
-    def __init__(self) -> None:
-        self.reserved, self.top = 0, 0
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.reserved, self.most, self.top = 0, 0, 0
+        """`most`: the most that was ever reserved."""
+        self.segments: dict[int, int] = {}
+        """The bytes of each segment, by its first address."""
         self.free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         """(bytes, address) in order, by whether the pool is the small one."""
         self.taken: dict[int, int] = {}
@@ -122,7 +132,11 @@ class Segments:
         place = bisect.bisect_left(free, (size, 0))
         if place == len(free):
             segment = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE_FROM else -(-size // ROUND) * ROUND
+            if self.limit is not None and self.reserved + segment > self.limit:
+                self.release()
             self.reserved += segment
+            self.most = max(self.most, self.reserved)
+            self.segments[self.top] = segment
             found, self.top = (segment, self.top), self.top + segment + 1
         else:
             found = free.pop(place)
@@ -132,6 +146,13 @@ class Segments:
             block = size
         self.taken[address] = block
         return address
+
+    def release(self) -> None:
+        """Give the segments that are wholly free back to the driver."""
+        for free in self.free.values():
+            for block, address in [one for one in free if self.segments.get(one[1]) == one[0]]:
+                free.remove((block, address))
+                self.reserved -= self.segments.pop(address)
 
     def give_back(self, address: int, size: int) -> None:
         """Free it, joined with the free blocks before and behind it."""

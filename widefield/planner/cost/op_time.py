@@ -18,6 +18,7 @@ from typing import Literal
 
 from widefield.planner.machines.calibration import Kernel
 from widefield.planner.machines.cluster import Cluster
+from widefield.planner.machines.device import LAUNCHES
 from widefield.planner.step_record import OpEvent
 
 Source = Literal["measured", "interpolated", "roofline"]
@@ -31,8 +32,6 @@ FILLING_SECONDS = 6e-6
 """A GPU's kernels reach their share of the peak from this time at the peak on; below, the share falls with the square root."""
 CONVERTED = 2.5
 """Passes of a convolution on tensor cores over an image with its channels first: to channels last, itself, and back."""
-LAUNCHES = 15
-"""A GPU's kernel that is no longer than so many launches is no neighbour: it tells what the host needed to start it."""
 FEW_NUMBERS = 20480
 """Up to so many, not counting the last dim, an image alone is not oneDNN's (ConvParams::use_mkldnn of torch)."""
 WITHOUT_KERNEL = ("aten.empty", "aten.new_empty")

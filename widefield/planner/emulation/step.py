@@ -56,11 +56,11 @@ def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given 
         with emulated(recording) as emulation:
             emulation.model_of(parts.model)
             learner, _ = learner_of(parts, dummy_batch=emulation.batch_of(dummy_batch, 1, samples=0))
-            return _recorded(learner, mesh, rows, emulation)
+            return _recorded(learner, mesh, rows, emulation, samples=config.data.batch)
 
 
-def _recorded(learner: Learner, mesh: EmulatedMesh, rows: list[int], emulation: Emulation) -> StepRecord:
-    recording, samples = emulation.recording, len(learner.steps.positions(0))
+def _recorded(learner: Learner, mesh: EmulatedMesh, rows: list[int], emulation: Emulation, *, samples: int) -> StepRecord:
+    recording = emulation.recording
     mesh.counts.append(float(samples * learner.losses_per_image(learner.dummy_batch)))
     batches = [emulation.batch_of(learner.dummy_batch, count, samples=count) for count in rows]
     for step in range(WARM_STEPS + 1):
@@ -82,10 +82,10 @@ def _recorded(learner: Learner, mesh: EmulatedMesh, rows: list[int], emulation: 
 
 
 def _rows(parts: Parts) -> list[int]:
-    """The samples of this rank in each pass of a step."""
+    """The samples of this rank in each pass of a full step, even where the data has fewer samples than the batch."""
     config, mesh = parts.config, parts.mesh
     sampler = TrainSampler(
-        Steps(min(len(parts.dataset.train), 2 * config.data.batch), config.data.batch),
+        Steps(2 * config.data.batch, config.data.batch),
         seed=0, first=0, last=1, rank=mesh.copy, ranks=mesh.copies, passes=config.gradient.accumulate,
         multiple=2 if config.data.mixup > 0 or config.data.cutmix > 0 else 1,
     )  # fmt: skip

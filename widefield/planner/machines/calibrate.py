@@ -21,9 +21,9 @@ from widefield.comm.link_times import KINDS, message_seconds
 from widefield.comm.mesh import Mesh
 from widefield.parallel.parallelize import parallelize
 from widefield.planner.machines.calibration import Calibration, Kernel, SentMessage, calibration_path, write_calibration
-from widefield.planner.machines.catalogue import CPU_LINK, cpu_core, gpu_named
+from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
 from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution, pointwise
-from widefield.planner.machines.device import Device
+from widefield.planner.machines.device import LAUNCHES, Device
 from widefield.planner.machines.link import Link
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import cpu_clock, measure_events, on_cpu
@@ -36,6 +36,7 @@ KERNEL_SHARE = 0.6
 SIZES = (2**10, 2**16, 2**20, 2**22, 2**24)
 """Bytes of the messages that are timed."""
 RANKS = (2, 4)
+NO_SHEET = "a GPU that the catalogue does not know"
 
 
 def calibrate(
@@ -111,18 +112,21 @@ def _guess(device: torch.device) -> Device:
     if device.type == "cpu":
         return cpu_core()
     properties = torch.cuda.get_device_properties(device)
-    return replace(gpu_named(properties.name), memory_bytes=properties.total_memory)
+    known = gpu_named(properties.name, properties.total_memory)
+    if known is None:  # its peaks are what its kernels reach
+        known = replace(DEVICES["a100-80g"], name=properties.name.replace(" ", ""), source=NO_SHEET)
+    return replace(known, memory_bytes=properties.total_memory)
 
 
 def _fitted(device: Device, kernels: Iterable[Kernel]) -> Device:
     """The device with the best rates that were measured as its peaks, and what kernels reach of them in the median.
 
-    A GPU's peaks stay those of its data sheet: a kernel that is hardly longer than its launch, or whose numbers fit the cache,
-    says nothing of them, and the nearest of those that were measured count anyway.
+    The peaks of a GPU of the catalogue stay those of its data sheet: a kernel that is hardly longer than its launch, or whose
+    numbers fit the cache, says nothing of them, and the nearest of those that were measured count anyway.
     """
-    if not device.is_cpu:
+    if not device.is_cpu and device.source != NO_SHEET:
         return replace(device, source=f"{device.source}; kernels measured on this machine")
-    kernels = list(kernels)
+    kernels = [kernel for kernel in kernels if device.is_cpu or kernel.seconds > LAUNCHES * device.launch_seconds]
     flops, reached = dict(device.flops_per_second), []
     for dtype in {kernel.dtype for kernel in kernels}:
         rates = [kernel.flops / kernel.seconds for kernel in kernels if kernel.dtype == dtype and kernel.flops]

@@ -6,6 +6,8 @@ were compared with.
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,9 +154,16 @@ def cpu_core(memory_bytes: int | None = None) -> Device:
     return CPU_CORE if memory_bytes is None else replace(CPU_CORE, memory_bytes=memory_bytes)
 
 
-def gpu_named(name: str) -> Device:
-    """The row of a GPU by the name that its driver gives it, as `NVIDIA A100-SXM4-80GB`; the nearest in name where none
-    fits."""
-    words = name.lower().replace("geforce ", "").replace(" ", "").replace("-", "")
-    fitting = [device for key, device in DEVICES.items() if key.split("-")[0] in words]
-    return max(fitting, key=lambda device: device.name[-3:-1] in name, default=DEVICES["a100-80g"])
+def gpu_named(name: str, memory_bytes: int = 0) -> Device | None:
+    """The row of a GPU by the name that its driver gives it, as `NVIDIA A100-SXM4-80GB`; None: the catalogue has no such GPU.
+
+    memory_bytes: that the device has; of several rows the nearest counts.  0: as the name says.
+    """
+    words = re.findall("[a-z0-9]+", name.lower())
+    known = {*words, *(first + second for first, second in itertools.pairwise(words))}
+    known |= {ALIASES[word] for word in known & ALIASES.keys()}
+    rows = [(device, *key.split("-")) for key, device in DEVICES.items() if key in known or key.split("-")[0] in known]
+    exact = [device for device, _, *rest in rows if rest and rest[0] in known]
+    others = [device for device, _, *rest in rows if not rest or rest[0][0].isdigit()]
+    size = memory_bytes or next((int(word[:-2]) * 2**30 for word in words if re.fullmatch(r"\d+gb", word)), 0)
+    return min(exact or others, key=lambda device: abs(device.memory_bytes - size) if size else 0, default=None)

@@ -60,7 +60,7 @@ def cluster_of(
         cluster = _here(text, name, nodes, devices, count, at or network, calibration)
     else:
         cluster = _of_gpus(text, name, nodes, devices, count, at or network)
-        found = calibration or _measured_gpu(cluster.device)
+        found = calibration or measured_gpu(cluster.device.name)
         if found is not None:
             cluster = replace(cluster, device=found.device, calibration=found)
     if not 1 <= cluster.ranks <= RANKS_MOST:
@@ -137,10 +137,10 @@ def _other_threads(calibration: Calibration, threads: int) -> tuple[str, ...]:
     )
 
 
-def _measured_gpu(device: Device) -> Calibration | None:
-    """What was measured on this machine's GPU, if it is such a device."""
+def measured_gpu(name: str) -> Calibration | None:
+    """What was measured on this machine's GPU, if it is a device of that name."""
     found = _of_file("cuda", 0)
-    return found if found is not None and found.device.name == device.name else None
+    return found if found is not None and found.device.name == name else None
 
 
 def _machine_bytes() -> int:

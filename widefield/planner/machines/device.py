@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+LAUNCHES = 15
+"""A GPU's kernel that is no longer than so many launches tells what the host needed to start it, and nothing of the GPU."""
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 

@@ -141,7 +141,7 @@ def _task_of(config: RunConfig) -> StandInTask:
 
 
 def _stand_in(config: RunConfig, image: tuple[int, ...], classes: int, task: StandInTask, given: Given) -> Given:
-    found = stand_in_data(image=image, classes=classes, samples=max(1, config.data.batch), task=task)
+    found = stand_in_data(image=image, classes=classes, task=task)
     return replace(given, data=found.data)
 
 

@@ -7,24 +7,27 @@ ranks of the same devices with the same recipe goes on with it; on others it is 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from widefield.comm.devices import ranks_per_gpu
 from widefield.config import RunConfig
-from widefield.planner.cost.device_memory import BLAS_WORKSPACE
+from widefield.planner.cost.device_memory import blas_workspace
 from widefield.planner.emulation import CannotEmulate
 from widefield.planner.machines import Cluster, cluster_of
-from widefield.planner.machines.catalogue import DEVICES
+from widefield.planner.machines.catalogue import DEVICES, gpu_named
+from widefield.planner.machines.cluster_text import measured_gpu
 from widefield.planner.search.ask import image_of, on_device
 from widefield.planner.search.estimate import PlanEstimate
 from widefield.planner.search.layouts import layout_of
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import changes, reasons, verdict
 from widefield.planner.search.search import search
-from widefield.section import to_yaml
 from widefield.training.given import NOTHING, Given
 from widefield.training.planned import PlannedRun, read_planned, write_planned
 
@@ -117,7 +120,7 @@ def prediction_of(estimate: PlanEstimate, cluster: Cluster) -> dict[str, Any]:
     return {
         "machines": cluster.text, "device": cluster.device.name, "plan": estimate.name,
         "measured_device": cluster.calibration is not None, "peak_memory_bytes": first.peak_memory_bytes,
-        "library_bytes": 0 if cluster.device.is_cpu else BLAS_WORKSPACE,
+        "library_bytes": blas_workspace(cluster.device),
         "total_bytes": first.total_bytes, "parts": dict(first.parts), "where": first.where, "seconds": estimate.seconds,
         "seconds_low": estimate.low_seconds, "seconds_high": estimate.high_seconds,
         "seconds_by": dict(estimate.seconds_by), "message_bytes": estimate.message_bytes,
@@ -131,26 +134,26 @@ def cluster_here(ranks: int, nodes: int = 1) -> Cluster:
     """
     each = max(1, ranks // nodes)
     if torch.cuda.is_available():
-        return cluster_of(f"{nodes}x{each}x{_gpu_here()}")
+        return _of_gpus_here(nodes, each)
     return cluster_of(f"{nodes}x1xcpu:{each}" if nodes > 1 else f"cpu:{each}")
 
 
-def _gpu_here() -> str:
-    """The catalogue's name of this machine's GPU: of those of its family, the one nearest in memory."""
+def _of_gpus_here(nodes: int, each: int) -> Cluster:
+    """Devices like this machine's GPU, with its memory, or a rank's share of it."""
     name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-    plain = name.upper().replace(" ", "").replace("GEFORCE", "")
-    family = [device for device in DEVICES.values() if device.name.upper().partition("-")[0] in plain]
-    longest = max((len(device.name.partition("-")[0]) for device in family), default=0)
-    nearest = [device for device in family if len(device.name.partition("-")[0]) == longest]
-    if not nearest:
+    known = gpu_named(name, memory)
+    measured = None if known is not None else measured_gpu(name.replace(" ", ""))
+    if known is None and measured is None:
         raise ValueError(
             f"the catalogue of devices has no '{name}', so its plans have no price; measure it with widefield plan "
-            "--calibrate and name --cluster measured, or set the axes of mesh yourself"
+            "--calibrate, or set the axes of mesh yourself"
         )
-    return min(nearest, key=lambda device: abs(device.memory_bytes - memory)).name
+    cluster = cluster_of(f"{nodes}x{each}x{(known or DEVICES['a100-80g']).name}", calibration=measured)
+    return replace(cluster, device=replace(cluster.device, memory_bytes=memory // ranks_per_gpu()))
 
 
 def _key(config: RunConfig, cluster: Cluster) -> str:
-    """Of all that the choice depends on: the recipe and the machines."""
-    text = f"{to_yaml(config)}\n{cluster.text}\n{cluster.device}"
+    """Of all that the choice depends on: of the recipe how a step is made, and the machines; not how well they are measured."""
+    chosen_by = config.model_dump(mode="json", exclude={"schedule", "log", "checkpoint", "evaluate", "guard", "seed"})
+    text = f"{json.dumps(chosen_by, sort_keys=True)}\n{cluster.text}\n{cluster.device.name}"
     return hashlib.sha256(text.encode()).hexdigest()

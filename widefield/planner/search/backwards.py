@@ -1,13 +1,14 @@
 """The questions asked backwards: the largest image, the largest batch, the fewest devices, the cheapest plan.
 
-Every answer was emulated and fits, and the next larger (or smaller) one was tried and does not.
+Every answer was emulated and fits.  The next larger (or smaller) one was tried and does not, unless the answer says that the
+time for the question was over before.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,22 +86,39 @@ def largest_image(
 
 
 def fewest_devices(pricing: Pricing, pixels: tuple[int, ...], *, seconds: float = SECONDS) -> Reply:
-    """The smallest number of the cluster's devices on which a plan fits: powers of two, and all."""
+    """The smallest number of the cluster's devices on which a plan fits: powers of two, all, and then the numbers between."""
     last: SearchResult | None = None
-    for devices, found in _by_devices(pricing, pixels, seconds):
-        last = found
-        if found.best is not None:
-            text = f"{count_of(devices, 'device')} with {_short(found.best)}"
-            return Reply("fewest devices", text, devices, found.best)
+    below, most = 0, pricing.cluster.ranks
+    sizes = sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
+    for devices, found in _by_devices(pricing, pixels, sizes, seconds / 2):
+        if (last := found).best is not None:
+            return _between(pricing, pixels, below, devices, found.best, seconds / 2)
+        below = devices
     if last is None:
         return Reply("fewest devices", "no number of devices could be tried")
     return Reply("fewest devices", nothing_fits(last, pricing.cluster.device.name))
 
 
+def _between(pricing: Pricing, pixels: tuple[int, ...], below: int, devices: int, best: PlanEstimate, seconds: float) -> Reply:
+    """Fewer than `devices`, on which `best` fits, and more than `below`, on which nothing does; by halves."""
+    until = time.monotonic() + seconds
+    while devices - below > 1 and time.monotonic() < until:
+        middle = (below + devices) // 2
+        found = next(iter(_by_devices(pricing, pixels, [middle], until - time.monotonic())), None)
+        if found is None or found[1].best is None:
+            below = middle
+        else:
+            devices, best = middle, found[1].best
+    more = f"; {below + 1} to {devices - 1} were not tried, as the time was over" if devices - below > 1 else ""
+    return Reply("fewest devices", f"{count_of(devices, 'device')} with {_short(best)}{more}", devices, best)
+
+
 def cheapest(pricing: Pricing, pixels: tuple[int, ...], dollars_per_hour: float, *, seconds: float = SECONDS) -> Reply:
     """The number of devices and the plan with the lowest price of an image.  dollars_per_hour: of one device."""
     best: tuple[float, int, PlanEstimate] | None = None
-    for devices, found in _by_devices(pricing, pixels, seconds):
+    most = pricing.cluster.ranks
+    sizes = sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
+    for devices, found in _by_devices(pricing, pixels, sizes, seconds):
         if found.best is None:
             continue
         dollars = 1e6 * devices * dollars_per_hour / 3600 / found.best.images_per_second
@@ -113,22 +131,18 @@ def cheapest(pricing: Pricing, pixels: tuple[int, ...], dollars_per_hour: float,
     return Reply("cheapest", text, dollars, estimate)
 
 
-def _by_devices(pricing: Pricing, pixels: tuple[int, ...], seconds: float) -> list[tuple[int, SearchResult]]:
+def _by_devices(
+    pricing: Pricing, pixels: tuple[int, ...], sizes: Sequence[int], seconds: float
+) -> Iterator[tuple[int, SearchResult]]:
     """A search for each number of devices, lazily; sizes on which no plan is possible are left out."""
-    most = pricing.cluster.ranks
-    sizes = sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
     until = time.monotonic() + seconds
-
-    def searched() -> Any:
-        for devices in sizes:
-            try:
-                one = replace(pricing, cluster=cluster_with(pricing.cluster, devices))
-                each = max(1.0, (until - time.monotonic()) / 3)
-                yield devices, search(one, devices, pixels, seconds=each, own=False)
-            except ValueError:  # the nodes cannot be cut so, or the batch is too small for the copies
-                continue
-
-    return searched()
+    for devices in sizes:
+        try:
+            one = replace(pricing, cluster=cluster_with(pricing.cluster, devices))
+            found = search(one, devices, pixels, seconds=max(1.0, (until - time.monotonic()) / 3), own=False)
+        except ValueError:  # the nodes cannot be cut so, or the batch is too small for the copies
+            continue
+        yield devices, found
 
 
 def _leanest(found: SearchResult, dims: int) -> list[RunLayout]:
@@ -185,8 +199,12 @@ def _next(
     limit: float,
     power: int,
 ) -> int:
-    """Between what fits and what does not; where one of them is unknown, where the memory's line meets the limit."""
-    guess = 2 * number if high is None else number // 2
+    """Between what fits and what does not; where one of them is unknown, where the memory's line meets the limit.
+
+    The line of one point goes through nothing: what does not grow with the number makes the guess too small, and it fits.
+    """
+    x, y = points[-1]
+    guess = max(math.floor(max(x * limit / max(y, 1), 1.0) ** (1 / power)), number + 1 if high is None else 1)
     if len(points) > 1:
         (x0, y0), (x1, y1) = points[-2:]
         slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0

@@ -23,7 +23,7 @@ class RankMemory:
     rank: one of the class, `ranks` of which there are.  peak_memory_bytes: allocated by tensors.
     reserved_bytes: with what the allocator of a GPU keeps besides.  total_bytes: with the driver's and the libraries' own.
     parts: bytes at the peak by what they are for, see step_record.Part.  where: the module and operation.
-    curve: (event, bytes) over the step, thinned.
+    curve: (event, bytes) over the step, thinned.  assumed: what was estimated, in sentences.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class RankMemory:
     parts: dict[str, int]
     where: str
     curve: tuple[tuple[int, int], ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

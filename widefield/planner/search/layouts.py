@@ -158,7 +158,7 @@ def with_less_memory(layout: RunLayout, dims: int) -> list[RunLayout]:
         found.append(replace(layout, recompute=True))
     if layout.channel == layout.stage == 1 and layout.shard == 1:
         for each in (2, 4, 8, 16):
-            if math.prod(layout.stream) < each**2:
+            if math.prod(layout.stream) < each**dims:
                 found.append(replace(layout, recompute=False, stream=(each, each) if dims == 2 else (each,) * dims))
                 break
     return found

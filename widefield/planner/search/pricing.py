@@ -123,6 +123,7 @@ class Pricing:
     def _priced(self, layout: RunLayout, classes: Sequence[RankClass], records: Sequence[StepRecord]) -> PlanEstimate:
         memory = tuple(self._memory(one, record) for one, record in zip(classes, records, strict=True))
         found = self.time_of(records, self.cluster, precision=self.config.precision)
+        assumed = [text for one in (*records, *memory) for text in one.assumed]
         largest = max(records, key=lambda record: sum(message.bytes for message in record.messages))
         limit = self.cluster.device.memory_bytes
         fits = math.ceil(SAFETY * max(rank.total_bytes for rank in memory)) <= limit
@@ -130,7 +131,7 @@ class Pricing:
             layout, layout.plan(self.config), "fits" if fits else "too large", "", memory, limit, found.seconds,
             found.low_seconds, found.high_seconds, dict(found.parts), self.batch / found.seconds,
             messages=_messages_of(largest), flops=max(record.flops for record in records),
-            extrapolated=tuple(found.extrapolated), assumed=tuple(dict.fromkeys(a for r in records for a in r.assumed)),
+            extrapolated=tuple(found.extrapolated), assumed=tuple(dict.fromkeys(assumed)),
             timeline=_stretches(found.spans),
         )  # fmt: skip
 
@@ -139,8 +140,9 @@ class Pricing:
         where = " ".join(part for part in (record.peak_op, record.peak_module and f"in {record.peak_module}") if part)
         parts = {str(name): size for name, size in record.parts.items() if size}
         return RankMemory(
-            one.rank, one.role, one.ranks, found.allocated, found.reserved, found.total, parts, where, _curve(record)
-        )
+            one.rank, one.role, one.ranks, found.allocated, found.reserved, found.total, parts, where, _curve(record),
+            tuple(found.assumed),
+        )  # fmt: skip
 
     def one_device(self, samples: int) -> tuple[StepRecord, float] | None:
         """A step of so many samples on one device with endless memory, and its seconds; None where that is refused."""

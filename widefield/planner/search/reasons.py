@@ -30,16 +30,28 @@ def nothing_fits(found: SearchResult, device: str) -> str:
     if near is None:
         refused = [estimate for estimate in found.estimates if estimate.state == "refused"]
         if not refused:
-            return "no plan was tried: even the least that any plan needs is more than the memory there is"
+            return f"no plan was tried: {_least(found)}"
         return f"no plan can run: {refused[0].name}: {refused[0].reason}"
     fullest = near.fullest
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in _largest(fullest.parts))
+    tried = f" of the {len(found.estimates)} that were tried" if found.untried else ""
     return (
-        f"no plan fits {count_of(found.ranks, 'device')} with {bytes_text(near.memory_bytes)} each. The nearest is "
+        f"no plan{tried} fits {count_of(found.ranks, 'device')} with {bytes_text(near.memory_bytes)} each. The nearest is "
         f"{near.name}: its fullest rank ({fullest.role}) takes {bytes_text(fullest.total_bytes)}, with "
         f"{100 * (SAFETY - 1):.0f} % to be safe {bytes_text(near.wanted_bytes)}, so "
         f"{bytes_text(near.missing_bytes)} per device are missing; at its peak, "
         f"{fullest.where or 'in the step'}, it holds {parts}. {_cure(near, device)}"
+    )
+
+
+def _least(found: SearchResult) -> str:
+    """What the leanest of the plans that were left out holds at least."""
+    if not found.left_out:
+        return "there is none for so many devices"
+    layout, least = min(found.left_out, key=lambda pair: pair[1])
+    return (
+        f"even the leanest, {layout}, needs at least {bytes_text(least)} per device, more than each has. Use more devices, a "
+        "smaller model, or smaller images"
     )
 
 
@@ -62,7 +74,7 @@ def reasons(found: SearchResult) -> list[str]:
     """Why the others lost, the closest first; each kind of refusal once."""
     best = found.best
     if best is None:
-        return refusals(found)
+        return [*refusals(found), *_left_out(found), *_untried(found)]
     slower = [why_slower(estimate, best) for estimate in best_of_kinds(found.ranking)[1:]]
     too_large = sorted((e for e in found.estimates if e.state == "too large"), key=lambda e: e.missing_bytes)
     large = best_of_kinds(too_large)
