@@ -175,7 +175,7 @@ def old_names(name: str, text: str) -> Iterator[str]:
 
 
 OF_OTHERS = {
-    "_exit", "_getframe", "_current_frames", "_lru_cache_wrapper", "_inst", "_fields",  # Python's
+    "_exit", "_getframe", "_current_frames", "_lru_cache_wrapper", "_inst", "_fields", "_config",  # Python's
     "_rand", "_bit_generator",  # NumPy's
     "_reductions", "_to_sync", "_update_count",  # torchmetrics'
 }  # fmt: skip
