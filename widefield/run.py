@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from widefield import sharded_state
 from widefield.comm.failure import FailureWatch
+from widefield.comm.fingerprints import why_not_compared
 from widefield.comm.mesh import AgreedError, Mesh, World, join, leave
 from widefield.comm.stall_watch import StallWatch
 from widefield.comm.timeline import Timeline
@@ -132,7 +133,8 @@ def _train(
         planned = read_planned(folder)
         chosen = [] if planned is None else [f"mesh.auto: {text}" for text in planned.reasons]
         prediction = {} if planned is None else planned.prediction
-        _begin(record, parts, learner, [*why_mesh, *chosen, *why_batch, *parts.reasons, *reasons], prediction, last=last)
+        why = [*why_mesh, *chosen, *why_batch, *parts.reasons, *reasons, *_unwatched(mesh, config)]
+        _begin(record, parts, learner, why, prediction, last=last)
         if (restarted := restart_in_words(os.environ)) is not None:
             record.warning(restarted)
         for line in changed:
@@ -234,10 +236,10 @@ def _fit(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
         outcome = trainer.fit(passes, interrupt)
     except Exception as error:
         raised = trainer.mesh.watch.report(error)
-        step, plan = trainer.learner.step + 1, trainer.mesh.plan
+        step, about = trainer.learner.step + 1, {"plan": trainer.mesh.plan, "dims": trainer.parts.dataset.dims}
         if raised is error and is_full(error):
-            raised = full_memory_error(error, rank=trainer.mesh.rank, step=step, config=trainer.config, plan=plan)
-        trainer.fail(f"{raised}. {advice(trainer.config, plan)}" if was_full(raised) else raised)
+            raised = full_memory_error(error, rank=trainer.mesh.rank, step=step, config=trainer.config, **about)
+        trainer.fail(f"{raised}. {advice(trainer.config, **about)}" if was_full(raised) else raised)
         _report(trainer.folder, trainer.mesh)
         if raised is error:
             raise
@@ -259,7 +261,7 @@ def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator
         stack.callback(attempt, timeline.path.name, timeline.close)
     passes = Passes(batches, learner.config.gradient.accumulate, begins=lambda: [begin() for begin in begins])
     stack.callback(passes.close)
-    if mesh.size > 1 and not (log.stall_seconds is None and log.hang_seconds is None):
+    if _is_watched(mesh, learner.config):
         assert mesh.watch is not None
         watch = StallWatch(
             mesh,
@@ -272,6 +274,14 @@ def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator
         begins.append(stack.enter_context(watch).begin_step)
         mesh.watch.evidence = watch.oddity
     return passes
+
+
+def _is_watched(mesh: Mesh, config: RunConfig) -> bool:
+    return mesh.size > 1 and not (config.log.stall_seconds is None and config.log.hang_seconds is None)
+
+
+def _unwatched(mesh: Mesh, config: RunConfig) -> list[str]:
+    return why_not_compared(mesh.group) if _is_watched(mesh, config) else []
 
 
 def _report(folder: Path, mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from command import DIGITS, record
+from command import DIGITS, RECIPES, record
 
 from widefield.cli import main
 from widefield.comm.failure import PeerFailedError
@@ -20,6 +20,7 @@ from widefield.training.loop import Learner
 from widefield.training.out_of_memory import FullMemoryError, changes, is_full, was_full
 
 SETTINGS = ["schedule.length=4step", "schedule.warmup=0step", "log.tensorboard=false", "data.workers=0", "mesh.replicate=1"]
+VOLUME = str(RECIPES / "volume.yaml")
 FIRST = ["gradient.accumulate=2", "recompute={}"]
 SAID = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
@@ -47,18 +48,34 @@ def test_full_memory_is_known_by_its_errors(error):
 )
 def test_only_what_can_be_changed_is_advised(ranks, settings, expected):
     config = read_config(DIGITS, settings)
-    assert [" ".join(overrides) for overrides, _ in changes(config, plan_of(config, ranks))] == expected
+    assert [" ".join(overrides) for overrides, _ in changes(config, plan_of(config, ranks), dims=2)] == expected
+
+
+def test_a_volume_is_advised_to_be_cut_in_three_dims_and_a_run_takes_that(tmp_path, monkeypatch):
+    """mesh.space=[2,1] and stream.tiles=[2,2] would be refused for volumes."""
+    small = "data.options={size: [8, 16, 16], volumes: [4, 2], vessels: 1, blobs: 1}"
+    settings = [*SETTINGS, "schedule.length=2step", "schedule.warmup=1step", "mesh.space=[]", small]
+    monkeypatch.setattr("widefield.run._priced", lambda *about: [])
+    with monkeypatch.context() as patched, pytest.raises(FullMemoryError) as caught:
+        patched.setattr(Learner, "_update", full)
+        train(read_config(VOLUME, settings), tmp_path / "full", World())
+    said = str(caught.value)
+    assert "mesh.space=[2,1,1] mesh.replicate=1 (cut" in said
+    (advised,) = re.findall(r"stream\.tiles=\S+", said)
+    train(read_config(VOLUME, [*settings, advised]), tmp_path / "streamed", World())
+
+
+def full(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
 
 def test_a_run_that_finds_no_memory_says_where_and_what_takes_less_with_figures(tmp_path, monkeypatch):
     real = Learner._update
 
-    def full(self, scale):
-        if isinstance(self.mesh, EmulatedMesh):
-            return real(self, scale)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    def update(self, scale):
+        return (real if isinstance(self.mesh, EmulatedMesh) else full)(self, scale)
 
-    monkeypatch.setattr(Learner, "_update", full)
+    monkeypatch.setattr(Learner, "_update", update)
     with pytest.raises(FullMemoryError) as caught:
         train(read_config(DIGITS, SETTINGS), tmp_path / "run", World())
     said = str(caught.value)

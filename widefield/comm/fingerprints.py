@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -146,3 +147,13 @@ def _caller() -> str:
 def is_possible(group: Any) -> bool:
     """Whether torch has the hooks."""
     return hasattr(group, "register_pre_hook")
+
+
+def why_not_compared(group: Any) -> list[str]:
+    """In a sentence, that the first steps are not compared; none where they are.  group: of all ranks; None of one rank."""
+    if group is None or is_possible(group):
+        return []
+    return [
+        f"watch: the messages of the first steps are not compared, for which torch {torch.__version__} has no hooks and 2.14 "
+        "has; ranks that call different ones are found when they hang"
+    ]

@@ -36,19 +36,21 @@ def _says_full(text: str) -> bool:
     return any(words in text for words in _SAID)
 
 
-def full_memory_error(error: BaseException, *, rank: int, step: int, config: RunConfig, plan: Plan) -> FullMemoryError:
-    """In place of an error for which `is_full` holds.  step: that runs, counted from 1."""
+def full_memory_error(
+    error: BaseException, *, rank: int, step: int, config: RunConfig, plan: Plan, dims: int
+) -> FullMemoryError:
+    """In place of an error for which `is_full` holds.  step: that runs, counted from 1.  dims: of pixels of an image."""
     why = in_words(error).removeprefix("failed: ")
-    return FullMemoryError(f"rank {rank} ran out of memory in step {step}: {why}. {advice(config, plan)}")
+    return FullMemoryError(f"rank {rank} ran out of memory in step {step}: {why}. {advice(config, plan, dims=dims)}")
 
 
-def advice(config: RunConfig, plan: Plan) -> str:
+def advice(config: RunConfig, plan: Plan, *, dims: int) -> str:
     """What takes less memory than this recipe, in a sentence; planner/search/relief.py has the figures."""
-    return f"{LESS}: {'; '.join(words for _, words in changes(config, plan))}"
+    return f"{LESS}: {'; '.join(words for _, words in changes(config, plan, dims=dims))}"
 
 
-def changes(config: RunConfig, plan: Plan) -> list[tuple[tuple[str, ...], str]]:
-    """(overrides, words) of what can be changed, those that cost least first."""
+def changes(config: RunConfig, plan: Plan, *, dims: int) -> list[tuple[tuple[str, ...], str]]:
+    """(overrides, words) of what can be changed, those that cost least first.  dims: of pixels, 3 of a volume."""
     found: list[tuple[tuple[str, ...], str]] = []
     batch = config.data.batch_if_known
     accumulate = 2 * config.gradient.accumulate
@@ -57,18 +59,23 @@ def changes(config: RunConfig, plan: Plan) -> list[tuple[tuple[str, ...], str]]:
         found.append(((f"gradient.accumulate={accumulate}",), f"accumulate: passes of {count_of(each, 'sample')}"))
     if config.recompute is None:
         found.append((("recompute={}",), "recompute: activations are computed again in the backward"))
-    cut = _cut(plan)
+    cut = _cut(plan, dims)
     if cut:
         found.append((cut, "cut: each image lies on several ranks"))
     if config.stream is None:
-        found.append((("stream.tiles=[2,2]",), "stream: images run tile after tile"))
+        found.append(((f"stream.tiles={_shards([2] * dims)}",), "stream: images run tile after tile"))
     return [(overrides, f"{' '.join(overrides)} ({words})") for overrides, words in found]
 
 
-def _cut(plan: Plan) -> tuple[str, ...]:
+def _cut(plan: Plan, dims: int) -> tuple[str, ...]:
     """The same ranks with each image on more of them; of one rank, two."""
     if plan.space or plan.shard * plan.channel * plan.stage > 1:
         return ()
+    space = f"mesh.space={_shards([2, *[1] * (dims - 1)])}"
     if plan.replicate == 1:
-        return ("mesh.space=[2,1]", "mesh.replicate=1")
-    return (f"mesh.replicate={plan.replicate // 2}", "mesh.space=[2,1]") if plan.replicate % 2 == 0 else ()
+        return (space, "mesh.replicate=1")
+    return (f"mesh.replicate={plan.replicate // 2}", space) if plan.replicate % 2 == 0 else ()
+
+
+def _shards(of_dims: list[int]) -> str:
+    return f"[{','.join(map(str, of_dims))}]"

@@ -41,8 +41,9 @@ def reliefs(config: RunConfig, ranks: int, *, seconds: float = SECONDS, given: G
     """
     until = time.monotonic() + seconds
     now = _priced(config, ranks, (), "as it is", given)
+    image, _, _ = image_of(config, given)
     found = []
-    for overrides, words in changes(config, plan_of(config, ranks)):
+    for overrides, words in changes(config, plan_of(config, ranks), dims=len(image) - 1):
         if time.monotonic() > until:
             found.append(Relief(overrides, words, None, "not priced, for want of time"))
             continue
