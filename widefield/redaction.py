@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 HIDDEN = "***"
 SECRET_NAME = re.compile(r"TOKEN(?!I)|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE)
 """In the name of a variable whose value is a secret."""
+_KEY = re.compile(
+    r"(?:^|[_.-])(?:token|secret|password|passwd|passphrase|api_?key|access_?key|private_?key|credentials?)s?$", re.IGNORECASE
+)
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@'\"]*):[^\s/@'\"]+@", re.IGNORECASE)
 _SETTING = re.compile(
     r"(\b[\w.-]*(?:token(?!i)|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credentials?)[\w.-]*['\"]?\s*[=:]\s*['\"]?)"
@@ -32,6 +36,31 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     text = _SETTING.sub(rf"\1{HIDDEN}", text)
     return _KNOWN.sub(HIDDEN, text)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or key of that name holds a secret.
+
+    >>> is_secret("HF_TOKEN"), is_secret("data.options.api_key"), is_secret("data.tokens_per_image")
+    (True, True, False)
+    """
+    return bool(_KEY.search(name))
+
+
+def redacted_tree(values: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Nested dicts and lists, as of a recipe, with `***` in place of what a key of that name holds and of secrets in texts.
+
+    >>> redacted_tree({"api_key": "abc", "path": "s3://me:pass@host/images", "tokens": None}, {})
+    {'api_key': '***', 'path': 's3://me:***@host/images', 'tokens': None}
+    """
+    if isinstance(values, dict):
+        return {
+            key: HIDDEN if is_secret(str(key)) and value not in (None, "", {}, []) else redacted_tree(value, environment)
+            for key, value in values.items()
+        }
+    if isinstance(values, list):
+        return [redacted_tree(value, environment) for value in values]
+    return redacted(values, environment) if isinstance(values, str) else values
 
 
 def _values(environment: Mapping[str, str]) -> list[str]:

@@ -29,6 +29,7 @@ from widefield.report.comparison import findings, line, table_text
 from widefield.section import to_yaml
 from widefield.training.disk import replace_text
 from widefield.training.record import machine, usable_cores, versions
+from widefield.training.run_folder import write_recipe
 
 STOPPED = (130, 143)
 """The launcher's status where Ctrl-C or SIGTERM ended the ranks."""
@@ -77,7 +78,7 @@ def bench(request: BenchRequest, say: Callable[[str], None] = print) -> int:
     known = candidates(ranks, gpus=gpus, cores=1 if "OMP_NUM_THREADS" in os.environ else cores)
     tried = chosen(request.plans, [*known, *_recipes_own(request, config, known, ranks)])
     out = _folder(request.out)
-    replace_text(out / "config.yaml", to_yaml(config))
+    write_recipe(out / "config.yaml", config)
     what = f"{config.model.name} on {config.data.name}: {len(tried)} plans on up to {ranks} ranks"
     say(f"{what}, {request.steps} steps each -> {out}")
     result = _conditions(request, config, ranks, threads)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from widefield.config.field_types import Positive
+from widefield.redaction import is_secret
 from widefield.section import Section
 
 
@@ -109,9 +110,6 @@ def shell(words: Iterable[object]) -> str:
 
 
 _LOGIN = re.compile(r"([a-z][a-z0-9+.-]*://)[^/\s@'\"]*:[^/\s@'\"]*@", re.IGNORECASE)
-_NAME = re.compile(
-    r"(?:^|[_.-])(?:token|secret|password|passwd|passphrase|api_?key|access_?key|private_?key|credentials?)s?$", re.IGNORECASE
-)
 
 
 def without_logins(text: str) -> str:
@@ -121,15 +119,6 @@ def without_logins(text: str) -> str:
     'data.path=s3://***@host/images'
     """
     return _LOGIN.sub(r"\1***@", text)
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable or key of that name holds a secret.
-
-    >>> is_secret("HF_TOKEN"), is_secret("data.options.api_key"), is_secret("data.tokens_per_image")
-    (True, True, False)
-    """
-    return bool(_NAME.search(name))
 
 
 def refuse_secrets(texts: Iterable[str], *, of: str, are_pairs: bool = False) -> None:

@@ -106,11 +106,16 @@ class Lines:
         self._file = None
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of `path` atomically: write a file beside it, sync, rename.  UTF-8; lone surrogates are escaped."""
+def replace_text(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Replace the content of `path` atomically: write a file beside it, sync, rename.  UTF-8; lone surrogates are escaped.
+
+    is_private: only the file's owner can read it.
+    """
     beside = path.with_name(path.name + ".part")
     try:
         with beside.open("wb") as file:
+            if is_private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(text.encode("utf-8", "backslashreplace"))
             file.flush()
             os.fsync(file.fileno())

@@ -31,6 +31,7 @@ from widefield.data.statistics import SplitStatistics
 from widefield.models._weights import load_state, read_tensors
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, to_text
+from widefield.redaction import is_secret, redacted_tree
 from widefield.section import differences, to_yaml
 from widefield.training.disk import free_bytes, replace_text
 from widefield.trust import check_links
@@ -163,12 +164,19 @@ os.register_at_fork(after_in_child=_close_locks)
 
 
 def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:
-    """Write the config and the plan; returns the differences to the config that was there, as texts."""
+    """Write the config and the plan; returns the differences to the config that was there, as texts without secrets."""
     path = folder / "config.yaml"
     changed = [] if not path.is_file() else differences(read_config(path, trust=True), config)  # compared, never built
-    replace_text(path, to_yaml(config))
+    write_recipe(path, config)
     replace_text(folder / "plan.yaml", to_text(plan))
-    return changed
+    keys = [line.partition(":")[0] for line in changed]
+    return [f"{key}: another secret" if is_secret(key) else line for key, line in zip(keys, changed, strict=True)]
+
+
+def write_recipe(path: Path, config: RunConfig) -> None:
+    """Write a config, with which a run goes on, so whole: where it holds a secret, only its owner can read the file."""
+    values = config.model_dump(mode="json")
+    replace_text(path, to_yaml(config), is_private=redacted_tree(values) != values)
 
 
 def with_batch_of_run(folder: Path, config: RunConfig) -> RunConfig:

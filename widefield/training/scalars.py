@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import yaml
 
 from widefield.config import LogConfig
+from widefield.redaction import redacted_tree
 
 _RUN_ID, _MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
 
@@ -98,10 +99,8 @@ class _WeightsAndBiases:
         id_file = folder / _RUN_ID
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
-        config = folder / "config.yaml"
-        values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
         self._run = wandb.init(project=project, dir=str(folder), id=id_file.read_text(), resume="allow")
-        self._run.config.update(values, allow_val_change=True)
+        self._run.config.update(_config_in(folder), allow_val_change=True)
         self._run.define_metric("*", step_metric="step")  # W&B's own step never decreases, as ours may on resume
 
     def describe(self, start: Mapping[str, Any]) -> None:
@@ -128,9 +127,7 @@ class _MLflow:
             return
         run = mlflow.start_run(run_name=folder.name)
         id_file.write_text(run.info.run_id)
-        config = folder / "config.yaml"
-        values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        mlflow.log_params({key: str(value)[:_MOST_OF_A_PARAMETER] for key, value in _dotted(values).items()})
+        mlflow.log_params({key: str(value)[:_MOST_OF_A_PARAMETER] for key, value in _dotted(_config_in(folder)).items()})
 
     def describe(self, start: Mapping[str, Any]) -> None:
         self._mlflow.set_tags({key: str(start[key]) for key in ("versions", "ranks", "plan", "parameters")})
@@ -144,6 +141,12 @@ class _MLflow:
 
 _MOST_OF_A_PARAMETER = 500
 """Characters that every MLflow server takes."""
+
+
+def _config_in(folder: Path) -> Any:
+    """The run's config without its secrets: what is logged elsewhere is read by others."""
+    path = folder / "config.yaml"
+    return redacted_tree(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _dotted(values: Any, prefix: str = "") -> dict[str, Any]:
