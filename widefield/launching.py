@@ -19,7 +19,7 @@ from widefield.config.recipe import packaged_recipes, recipe_path
 from widefield.launchers._job import Allocation, JobFiles, TrainCommand, refuse_secrets, shell
 from widefield.launchers._together import run_together
 from widefield.naming import did_you_mean, load, load_all
-from widefield.plans import check, plan_of
+from widefield.plans import check, check_automatic, plan_of
 from widefield.plans.links import slow_links
 from widefield.redaction import redacted
 from widefield.section import parse_section, text_of
@@ -146,10 +146,21 @@ def _checked(recipe: str | Path, overrides: Sequence[str], asked: Allocation, *,
 def _plan(config: RunConfig, asked: Allocation) -> tuple[str, list[str]]:
     ranks = asked.ranks
     if config.mesh.auto:
-        return f"chosen when the run begins, for {ranks} ranks (mesh.auto)", []
+        check_automatic(config)
+        return f"chosen when the run begins, for {ranks} ranks (mesh.auto)", [_unchecked(asked)]
     plan = plan_of(config, ranks)
     check(plan, ranks=ranks, samples_per_step=config.data.batch_if_known)
     return str(plan), slow_links(plan, asked.per_node)
+
+
+def _unchecked(asked: Allocation) -> str:
+    """That the plan of mesh.auto=true is not checked here, and how one sees it."""
+    machine = f"{asked.gpus}xH100" if asked.gpus else f"1xcpu:{asked.per_node}"
+    return (
+        "mesh.auto=true: the plan is not checked here, since it is chosen on the machines on which the run begins, and the job "
+        f"ends at once where none fits; widefield plan RECIPE --cluster {asked.nodes}x{machine}, with their GPU's name, shows "
+        "it before"
+    )
 
 
 def _next_free() -> Path:

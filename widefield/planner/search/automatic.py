@@ -28,6 +28,7 @@ from widefield.planner.search.layouts import layout_of
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import changes, reasons, verdict
 from widefield.planner.search.search import search
+from widefield.plans import check_automatic
 from widefield.training.given import NOTHING, Given
 from widefield.training.planned import PlannedRun, read_planned, write_planned
 
@@ -43,17 +44,7 @@ def planned_run(config: RunConfig, folder: Path, *, ranks: int, nodes: int = 1, 
     ValueError: no plan fits, which one comes nearest, and what is missing; a GPU that the catalogue does not know.
     NotImplementedError: the model cannot be planned without running it.
     """
-    if config.data.batch_if_known is None:
-        raise ValueError(
-            "mesh.auto=true chooses a plan for a batch and data.batch_size=auto a batch for a plan; set "
-            "data.batch_size to a number"
-        )
-    own = [name for name in ("recompute", "stream") if getattr(config, name) is not None]
-    if own:
-        raise ValueError(
-            f"mesh.auto=true chooses recompute and stream too, and the recipe sets {' and '.join(own)}; leave that out, or set "
-            "mesh.auto=false"
-        )
+    check_automatic(config)
     cluster = cluster_here(ranks, nodes)
     key = _key(config, cluster)
     before = read_planned(folder)
