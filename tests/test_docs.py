@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import re
 import shlex
@@ -137,6 +138,14 @@ def test_every_recipe_is_one_that_the_config_takes(block):
     values["model"].setdefault("name", "resnet")
     values["data"].setdefault("name", "digits")
     parse_config(yaml.safe_dump(values), name=str(block))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_row_of_a_table_stands_under_its_head(page):
+    """A blank line ends a table, and what follows it is shown as text with bars."""
+    lines = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    runs = [list(run) for is_row, run in itertools.groupby(lines, lambda line: line.lstrip().startswith("|")) if is_row]
+    assert [run[0] for run in runs if len(run) < 2 or not re.fullmatch(r"\s*\|([ :]*-+[ :]*\|)+\s*", run[1])] == []
 
 
 # ---------------------------------------------------------------------------------------------- the table of keys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import traceback
 
 REFUSED = 2
@@ -14,6 +16,15 @@ TO_BE_CONTINUED = 75
 EX_TEMPFAIL of sysexits.h, "the user is invited to retry": no shell, Python, Slurm or container runtime gives it a meaning of
 its own.
 """
+STATUSES = "WIDEFIELD_STATUSES"
+"""The environment variable with a file to which a process adds its exit status, for a script that sees torchrun's only."""
+
+
+def tell_status(status: int) -> None:
+    """Add this process's exit status to the file that the environment names, if it does."""
+    if os.environ.get(STATUSES):
+        with contextlib.suppress(OSError), open(os.environ[STATUSES], "a", encoding="ascii") as file:
+            file.write(f"{status}\n")
 
 
 def is_ours(error: BaseException) -> bool:

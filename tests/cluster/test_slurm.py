@@ -152,6 +152,20 @@ def test_a_job_is_warned_before_its_time_limit_and_goes_on_in_another_one(cluste
     assert "SIGUSR1" in job.printed.read_text()
 
 
+def test_a_job_whose_time_is_over_in_the_midst_of_its_save_goes_on_from_the_checkpoint_before(cluster, undisturbed, tmp_path):
+    """Slurm kills the batch script with the ranks, so it has to queue the job again before that."""
+    run = run_in(tmp_path, step=0.5)
+    job = by_launch(cluster, run, limit="1", signal="USR1@10")
+    run.wait_for_step(7)
+    saved = run.saved_step
+    run.pace(step=0.5, save=300)
+    cluster.wait_for_state(job.number, "PENDING")
+    assert any((run.folder / "checkpoints").glob(".step_*")), "the save was not cut short"
+    run.pace()
+    assert_complete(cluster, job, run, undisturbed, restarts=1)
+    assert run.starts() == [0, saved] and saved >= 5
+
+
 @pytest.mark.parametrize("node", ["n0", "n1"], ids=["with_the_batch_script", "without_the_batch_script"])
 def test_a_job_whose_node_loses_power_goes_on_on_another_node(node, cluster, undisturbed, tmp_path):
     run = run_in(tmp_path, step=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from widefield.cli import main
 from widefield.launchers import _job
 from widefield.launchers._job import Allocation, JobFiles, TrainCommand
 from widefield.launching import launchers
+from widefield.planner.machines.cluster_text import cluster_of
 from widefield.plans import Plan, links
 from widefield.plans.links import axes_between_machines, slow_links
 from widefield.section import parse_section, text_of
@@ -89,9 +91,6 @@ def test_a_batch_script_is_one_that_bash_takes_and_its_words_arrive_as_they_are(
     (script,) = module.write(odd, module.JOB(**options)).files.values()
     folder = tmp_path / "runs" / "a b" / ("seed=2" if "array" in options else "")
     folder.mkdir(parents=True)
-    program(tmp_path, "srun", 'printf "%s\\n" "$@"; exit $ENDS')
-    program(tmp_path, "scontrol", 'echo "scontrol $*"')
-    program(tmp_path, "squeue", "echo $STATE")
     for status, state, is_stopped, is_requeued in [
         (0, "RUNNING", False, False),
         (75, "RUNNING", False, True),
@@ -100,16 +99,82 @@ def test_a_batch_script_is_one_that_bash_takes_and_its_words_arrive_as_they_are(
         (138, "RUNNING", False, True),
         (1, "RUNNING", False, False),
         (137, "RUNNING", True, True),
+        (2, "RUNNING", True, False),
     ]:
-        (folder / "stopped.json").touch() if is_stopped else (folder / "stopped.json").unlink(missing_ok=True)
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        environment = {"PATH": path, "ENDS": str(status), "STATE": state, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-        done = subprocess.run(["bash"], input=script, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        (folder / "stopped.json").unlink(missing_ok=True)
+        done = ran(script, folder, tmp_path, ends=status, state=state, during='> "$RUN/stopped.json"' * is_stopped)
         lines = done.stdout.splitlines()
         assert (done.returncode, done.stderr) == (status, "")
         assert ("scontrol requeue 7" in lines) == is_requeued, (status, state, is_stopped)
         assert lines[lines.index("train") :][:4] == ["train", "my recipe.yaml", "a='$HOME'", "b=[1, 2]"]
         assert lines[lines.index("--run-dir") + 1] == str(folder.relative_to(tmp_path))
+
+
+def ran(script: str, folder: Path, place: Path, *, ends: int, state: str = "RUNNING", during: str = "", **about: str):
+    """The batch script, where srun does `during` and ends with a status, and scontrol and squeue say how the job is."""
+    program(place, "srun", f'printf "%s\\n" "$@"; {during or ":"}; exit {ends}')
+    program(place, "scontrol", 'if [ "$1" = show ]; then echo "JobId=7 Reason=$REASON"; else echo "scontrol $*"; fi')
+    program(place, "squeue", f"echo {state}")
+    environment = {"PATH": f"{place}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "RUN": str(folder)}
+    return subprocess.run(
+        ["bash"], input=script, env=environment | about, cwd=place, capture_output=True, text=True, timeout=60
+    )
+
+
+def batch_script(place: Path, **options) -> tuple[str, Path]:
+    """A batch script, and its run folder."""
+    (place / "run").mkdir()
+    module = launchers()["slurm"]
+    (script,) = module.write(TrainCommand("r.yaml", run=Path("run"), here=place), module.JOB(**options)).files.values()
+    return script, place / "run"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("reason", "requeue", "before_the_end"),
+    [("TimeLimit", True, True), ("TimeLimit", False, False), ("None", True, False)],
+    ids=["limit", "no_requeue", "preemption"],
+)
+def test_a_job_whose_time_is_over_before_its_ranks_have_saved_is_queued_again_at_once(
+    reason, requeue, before_the_end, tmp_path
+):
+    """Slurm sends SIGTERM to the script and kills it before srun has ended, and nobody queues it again after that.
+    At a preemption there is time, and a requeue would end it."""
+    script, folder = batch_script(tmp_path, requeue=requeue)
+    done = ran(script, folder, tmp_path, ends=0, during="kill -TERM $PPID; sleep 2; echo saved", REASON=reason)
+    lines = [line for line in done.stdout.splitlines() if line in ("scontrol requeue 7", "saved")]
+    assert lines == ["scontrol requeue 7"] * before_the_end + ["saved"], done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stop_of_an_earlier_start_queues_no_job_again(tmp_path):
+    script, folder = batch_script(tmp_path)
+    (folder / "stopped.json").write_text("{}")
+    assert "scontrol requeue" not in ran(script, folder, tmp_path, ends=1).stdout
+    written = 'printf "{}" > "$RUN/new"; mv "$RUN/new" "$RUN/stopped.json"'
+    assert "scontrol requeue 7\n" in ran(script, folder, tmp_path, ends=1, during=written).stdout
+
+
+@pytest.mark.parametrize(
+    ("status", "count", "is_requeued"), [(1, "", True), (137, "1", True), (1, "2", False), (2, "", False), (0, "", False)]
+)
+def test_a_job_whose_ranks_failed_is_queued_again_as_often_as_it_asks(status, count, is_requeued, tmp_path):
+    script, folder = batch_script(tmp_path, restarts=2)
+    about = {"SLURM_RESTART_COUNT": count} if count else {}
+    assert ("scontrol requeue 7" in ran(script, folder, tmp_path, ends=status, **about).stdout) == is_requeued
+
+
+def test_a_container_has_the_folders_of_the_run_and_of_the_recipe(tmp_path):
+    def mounts(run: str, recipe: str, *mount: str) -> list[str]:
+        command = TrainCommand(recipe, run=Path(run), text="model: {}", here=Path("/work"))
+        module = launchers()["slurm"]
+        (script,) = module.write(command, module.JOB(container="x.sif", mount=list(mount))).files.values()
+        return script.partition("--bind ")[2].split()[0].split(",")
+
+    assert mounts("runs/1", "recipes/a.yaml") == ["/work:/work"]
+    assert mounts("/scratch/1", "/home/a.yaml") == ["/work:/work", "/scratch/1:/scratch/1", "/home:/home"]
+    assert mounts("/scratch/1", "a.yaml", "/disk:/scratch:rw") == ["/work:/work", "/disk:/scratch:rw"]
+    assert mounts("../runs/1", "a.yaml") == ["/work:/work", "/runs/1:/runs/1"]
 
 
 # ------------------------------------------------------------------------------------------------ manifests
@@ -207,6 +272,17 @@ def test_a_dry_run_prints_all_and_writes_nothing(tmp_path, monkeypatch, capsys):
     )
     assert "note: mesh.space=[4] is on several machines of 2 ranks each, so the edges of tiles go between machines" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_is_chosen_later_is_said_to_be_unchecked_and_what_would_be_refused_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["slurm", DIGITS, "mesh.auto=true", "--nodes", "2", "--dry-run"]
+    text = said(capsys, *asked, "--gpus", "4")
+    assert "note: mesh.auto=true: the plan is not checked here" in text and "--cluster 2x4xH100" in text
+    (note,) = wf.launch("slurm", DIGITS, "mesh.auto=true", nodes=2, ranks_per_node=3, dry_run=True).notes
+    cluster_of(re.findall(r"--cluster (\S+),", note)[0])
+    assert "chooses recompute and stream too" in said(capsys, *asked, "recompute={}", status=2)
+    assert "data.batch_size=auto a batch for a plan" in said(capsys, *asked, "data.batch_size=auto", status=2)
 
 
 # ------------------------------------------------------------------------------------------------ submitting

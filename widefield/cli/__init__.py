@@ -19,6 +19,7 @@ from widefield.cli._errors import say
 from widefield.cli._help import HelpLayout
 from widefield.installed import version_of
 from widefield.naming import load_all
+from widefield.refusal import tell_status
 
 HELP = """\
 Train convolutional networks on images of any size, on any number of devices,
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code is None:
             raise
         status = code
+    tell_status(status)
     if options.is_rank:
         # Everything is closed by now.  At a normal exit of Python, gloo's threads abort one process in ten
         # (docs/log.md, 2026-11-21), which a launcher would take for a crash.

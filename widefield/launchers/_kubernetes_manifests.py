@@ -19,8 +19,10 @@ import yaml
 from pydantic import field_validator
 
 from widefield.config.field_types import Positive
-from widefield.launchers._job import Allocation, JobFiles, TrainCommand, is_secret
-from widefield.refusal import TO_BE_CONTINUED
+from widefield.launchers._job import Allocation, JobFiles, TrainCommand
+from widefield.launchers._pod_shell import PATIENCE, patience, with_status_of_ranks
+from widefield.redaction import is_secret
+from widefield.refusal import REFUSED, TO_BE_CONTINUED
 
 HELP = """\
 Write the manifests of a run for Kubernetes into launch/NAME/, and apply one of them with kubectl: a plain
@@ -41,8 +43,8 @@ PORT = 29500
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 NAME_MOST = 52
 """Characters of a job's name; pods, whose names are labels of 63 at most, add their number and more."""
-USER_ERROR = 2
-"""The status of a run that the user has to change first, see cli/__init__.py; trying again would end the same."""
+RESTARTS = 3
+"""How often a Job's pods may fail where `--restarts` does not say it."""
 
 
 class KubernetesJob(Allocation):
@@ -72,7 +74,7 @@ class KubernetesJob(Allocation):
     """LABEL=VALUE: of the nodes that will do; may be given several times"""
     runtime: str = "torch-distributed"
     """NAME: the ClusterTrainingRuntime of a TrainJob (torch-distributed)"""
-    restarts: Positive = 3
+    restarts: Positive | None = None
     """N: how often the pods of a Job may fail and begin again (3)"""
     grace: Positive = 300
     """SECONDS: how long ranks may take to save when a pod is evicted (300)"""
@@ -114,6 +116,11 @@ def _check(command: TrainCommand, options: KubernetesJob, name: str) -> None:
         raise ValueError(
             f"{name!r} is no name for a job of Kubernetes, which has lower-case letters, digits and hyphens, at most "
             f"{NAME_MOST}; give one with --name"
+        )
+    if options.kind == "trainjob" and options.restarts is not None:
+        raise ValueError(
+            f"--restarts {options.restarts} is for --kind job: a TrainJob restarts as often as its runtime says, and cannot "
+            f"say it itself; set failurePolicy.maxRestarts in the ClusterTrainingRuntime {options.runtime} instead"
         )
     mounts = [PurePosixPath(entry.partition(":")[2]) for entry in options.volume]
     run = PurePosixPath(command.run)
@@ -187,13 +194,13 @@ def _job(command: TrainCommand, options: KubernetesJob, name: str) -> dict[str, 
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},  # evicted: no failure
         {"action": "Ignore", "onExitCodes": {**codes, "values": [TO_BE_CONTINUED]}},
-        {"action": "FailJob", "onExitCodes": {**codes, "values": [USER_ERROR]}},
+        {"action": "FailJob", "onExitCodes": {**codes, "values": [REFUSED]}},
     ]
     spec = {
         "completionMode": "Indexed",
         "completions": options.nodes,
         "parallelism": options.nodes,
-        "backoffLimit": options.restarts * options.nodes,  # where one pod fails, all do
+        "backoffLimit": (options.restarts or RESTARTS) * options.nodes,  # where one pod fails, all do
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": {"app.kubernetes.io/instance": name}}, "spec": pod},
     }
@@ -230,7 +237,9 @@ def _train_job(command: TrainCommand, options: KubernetesJob, name: str) -> dict
 def _words(command: TrainCommand, options: KubernetesJob) -> list[str]:
     """The container's command: torchrun, which reads PET_*, starts a pod's ranks where there are several."""
     words = command.arguments(recipe=RECIPE if command.text else None)
-    return ["widefield", *words] if options.per_node == 1 else ["torchrun", "-m", "--", "widefield", *words]
+    return (
+        ["widefield", *words] if options.per_node == 1 else with_status_of_ranks(["torchrun", "-m", "--", "widefield", *words])
+    )
 
 
 def _meeting(options: KubernetesJob, name: str) -> list[dict[str, Any]]:
@@ -251,6 +260,8 @@ def _meeting(options: KubernetesJob, name: str) -> list[dict[str, Any]]:
 def _environment(options: KubernetesJob) -> list[dict[str, Any]]:
     plain = [entry.partition("=") for entry in options.env]
     secrets = [re.split("[=:]", entry) for entry in options.secret]
+    if options.per_node > 1 and PATIENCE not in {name for name, *_ in [*plain, *secrets]}:
+        plain.append((PATIENCE, "=", str(patience(options.grace))))
     return [
         *({"name": name, "value": value} for name, _, value in plain),
         *({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}} for name, secret, key in secrets),
@@ -294,7 +305,8 @@ JOBS: list[tuple[dict[str, Any], list[str] | str]] = [
         {**_LEAST, "nodes": 2, "gpus": 8},
         [
             "kind: Job\n", "completionMode: Indexed\n", "completions: 2\n", "clusterIP: None\n", "nvidia.com/gpu: '8'\n",
-            "- torchrun\n", "kind: TrainJob\n", "numNodes: 2\n", "numProcPerNode: 8\n", "values:\n        - 75\n",
+            "- torchrun\n", "- sh\n    - -c\n", "SHUTDOWN_TIMEOUT\n          value: '280'\n",
+            "kind: TrainJob\n", "numNodes: 2\n", "numProcPerNode: 8\n", "values:\n        - 75\n",
             "value: first-0.first\n", "kubectl apply --filename launch/first/job.yaml", "kind: ConfigMap\n", RECIPE,
         ],
     ),
@@ -302,6 +314,9 @@ JOBS: list[tuple[dict[str, Any], list[str] | str]] = [
     ({**_LEAST, "secret": ["WANDB_API_KEY=wandb:key"]}, ["secretKeyRef:\n              name: wandb\n              key: key\n"]),
     ({**_LEAST, "env": ["NCCL_DEBUG=INFO"], "cpus": 4, "memory": "8Gi"}, ["value: INFO\n", "memory: 8Gi\n", "cpu: '4'\n"]),
     ({**_LEAST, "namespace": "team", "node_selector": ["gpu=h1"]}, ["namespace: team\n", "nodeSelector:\n        gpu: h1\n"]),
+    ({**_LEAST, "kind": "trainjob", "restarts": 5}, "--restarts 5 is for --kind job: a TrainJob restarts as often"),
+    ({**_LEAST, "gpus": 2, "env": ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT=9"]}, ["SHUTDOWN_TIMEOUT\n          value: '9'\n"]),
+    ({**_LEAST, "nodes": 2}, ["backoffLimit: 6\n", "command:\n        - widefield\n"]),
     ({"volume": ["claim:/runs"]}, "pods need an image with widefield in it"),
     ({"image": "x"}, "the run folder /runs/first is in no volume (mounted: none)"),
     ({**_LEAST, "volume": ["claim:/data"]}, "is in no volume (mounted: /data)"),

@@ -2,7 +2,8 @@
 
 One task per rank, started by one srun; ranks find each other by Slurm's variables (slurm.py).  Before the time is over, and at
 a preemption, the ranks save and end with the status TO_BE_CONTINUED, and the script puts the job back into the queue; so does
-Slurm itself where a node fails.  The job that starts then is the same command, and goes on from the newest checkpoint.
+Slurm itself where a node fails.  Where the time is over before they have saved, the script does it at Slurm's SIGTERM, since
+nothing of the job outlives the SIGKILL.  The job that starts then is the same command, and goes on from the newest checkpoint.
 
 Options and their meaning: https://slurm.schedmd.com/sbatch.html.  srun has taken no --cpus-per-task from sbatch since 22.05.
 """
@@ -10,9 +11,11 @@ Options and their meaning: https://slurm.schedmd.com/sbatch.html.  srun has take
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pydantic import field_validator
@@ -20,7 +23,7 @@ from pydantic import field_validator
 from widefield.config.field_types import Positive
 from widefield.launchers._job import Allocation, JobFiles, TrainCommand, shell
 from widefield.launchers.local import python_of_ranks
-from widefield.refusal import TO_BE_CONTINUED
+from widefield.refusal import REFUSED, TO_BE_CONTINUED
 
 HELP = """\
 Write a batch script for Slurm into RUN/launch/ and submit it with sbatch.  One task per rank; before the
@@ -81,6 +84,8 @@ class SlurmJob(Allocation):
     """LINE: of shell, before the run starts, as 'module load cuda'; may be given several times"""
     requeue: bool = True
     """queue the job again when it was preempted, its time is over, or a node has failed"""
+    restarts: Positive | None = None
+    """N: queue the job again where a rank has failed too, while it was queued again fewer than N times"""
     signal: str = "USR1@120"
     """NAME@SECONDS: the warning before the time is over (USR1@120)"""
     sbatch: list[str] = []
@@ -111,6 +116,7 @@ class SlurmJob(Allocation):
 def write(command: TrainCommand, options: SlurmJob) -> JobFiles:
     """The batch script, and the sbatch that submits it.  ValueError: an option does not fit the others."""
     _check_together(options)
+    _check_folders(command, options)
     path = command.place / "job.sbatch"
     return JobFiles({path: _script(command, options)}, (("sbatch", "--parsable", str(path)),))
 
@@ -120,17 +126,51 @@ def _check_together(options: SlurmJob) -> None:
         raise ValueError("--mount and --container-runtime are for a container; name one with --container, or leave them out")
     if options.array_limit is not None and not options.array:
         raise ValueError("--array-limit is for an array; give one, as --array seed=1,2,3, or leave it out")
+    if options.restarts is not None and not options.requeue:
+        raise ValueError("--restarts queues the job again and --no-requeue forbids it; leave one of them out")
+
+
+def _check_folders(command: TrainCommand, options: SlurmJob) -> None:
+    """ValueError: two runs of an array have one folder."""
+    taken: dict[str, str] = {}
+    for overrides in options.variants() if options.array else ():
+        name, this = _name(overrides), " ".join(overrides)
+        if name in taken:
+            raise ValueError(
+                f"the runs {taken[name]} and {this} of the array would train into one folder, {command.run / name}; submit one "
+                "of them by itself, with a --run of its own"
+            )
+        taken[name] = this
 
 
 def _values(entry: str) -> list[str]:
     """The overrides of an array, `KEY=A,B`, one per value; commas inside of brackets belong to a value."""
     key, equals, text = entry.partition("=")
-    values = re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"|[^,])+", text)
+    values = [value.strip() for value in _at_commas(text)]
     if not key or not equals or not values:
         raise ValueError(f"{entry!r} is no array; write a key and its values, as --array seed=1,2,3")
     if len(set(values)) < len(values):
         raise ValueError(f"the array {entry!r} has a value twice, and two runs would train into one folder; take one out")
-    return [f"{key}={value.strip()}" for value in values]
+    return [f"{key}={value}" for value in values]
+
+
+def _at_commas(text: str) -> Iterator[str]:
+    """The parts of `text` between commas that are in no bracket and no quotes, without empty ones."""
+    part, depth, quote = "", 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        depth += 0 if quote else (sign in "[{") - (sign in "]}")
+        if sign == "," and depth == 0 and not quote:
+            yield from [part] * bool(part.strip())
+            part = ""
+        else:
+            part += sign
+    if depth or quote:
+        raise ValueError(f"the array's values {text!r} have a bracket or a quote that is not closed; close it")
+    yield from [part] * bool(part.strip())
 
 
 # ------------------------------------------------------------------------------------------------ the script
@@ -140,13 +180,14 @@ def _script(command: TrainCommand, options: SlurmJob) -> str:
     variants = list(options.variants()) if options.array else []
     directives = "\n".join(f"#SBATCH {shlex.quote(line)}" for line in _directives(command, options, len(variants)))
     title = "# Written by `widefield launch slurm`.  Submitted again, it goes on from the newest checkpoint."
-    trap = "trap : TERM USR1  # for the script to live on: the ranks save and end upon these"
     parts = [
         f"#!/bin/bash\n{title}\n{directives}",
         "\n".join(options.setup),
         _case(command, variants),
-        f"{trap}\n{_srun(command, options)}\nstatus=$?",
-        REQUEUE if options.requeue else "",
+        BEFORE if options.requeue else "",
+        f"{LIVE_ON}{AT_LIMIT if options.requeue else ''}",
+        f"{_srun(command, options)} &\n{WAIT}",
+        _requeue(options) if options.requeue else "",
         "exit $status",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -209,7 +250,7 @@ def _container(command: TrainCommand, options: SlurmJob) -> list[str]:
     """The words between srun and the program, for a container in which the current folder is where it is outside."""
     if options.container is None:
         return []
-    mounts = ",".join([f"{command.here}:{command.here}", *options.mount])
+    mounts = ",".join(_mounts(command, options))
     is_address = re.match(r"[a-z]+://", options.container)
     runtime = options.container_runtime or ("apptainer" if is_address or options.container.endswith(".sif") else "pyxis")
     if runtime == "pyxis":
@@ -219,17 +260,50 @@ def _container(command: TrainCommand, options: SlurmJob) -> list[str]:
     return ["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", str(command.here), options.container]
 
 
-REQUEUE = f"""\
+def _mounts(command: TrainCommand, options: SlurmJob) -> list[str]:
+    """The current folder, those of `--mount`, and those of the run and of the recipe, unless one of the others has them."""
+    found = [f"{command.here}:{command.here}", *options.mount]
+    folders = [command.here / command.run, *[(command.here / command.recipe).parent] * bool(command.text)]
+    for folder in (Path(os.path.normpath(folder)) for folder in folders):
+        if not any(folder.is_relative_to(PurePath(mount.split(":")[1])) for mount in found if ":" in mount):
+            found.append(f"{folder}:{folder}")
+    return found
+
+
+BEFORE = """\
+stop() { stat --format '%i %Y' "$folder/stopped.json" 2> /dev/null; }
+before=$(stop)  # of an earlier start"""
+LIVE_ON = "trap signaled=yes TERM USR1  # for the script to live on: the ranks save and end upon these"
+AT_LIMIT = """
+at_limit() {  # not all have saved: what is left has KillWait for it, and then the job goes on from the newest checkpoint
+  scontrol show job "$SLURM_JOB_ID" | grep --quiet Reason=TimeLimit && scontrol requeue "$SLURM_JOB_ID"
+}
+trap 'signaled=yes; at_limit' TERM"""
+WAIT = """\
+srun=$!
+wait "$srun"
+status=$?
+while [ "$signaled" ]; do  # a signal has ended the wait, and not srun
+  signaled=
+  wait "$srun"
+  status=$?
+done"""
+
+
+def _requeue(options: SlurmJob) -> str:
+    """What puts the job back into the queue once srun has ended."""
+    again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {options.restarts} ]' if options.restarts else "false"
+    return f"""\
 # {TO_BE_CONTINUED}, unless srun has killed a task that was about to end with it; 138, 143: SIGUSR1 or SIGTERM while ranks load
 case "$status" in
+  0 | {REFUSED}) goes_on= ;;
   {TO_BE_CONTINUED} | 138 | 143) goes_on=yes ;;
-  *) goes_on=$([ "$status" -ne 0 ] && [ -e "$folder/stopped.json" ] && echo yes) ;;
+  *) goes_on=$( ([ -n "$(stop)" ] && [ "$(stop)" != "$before" ]) || {again} && echo yes) ;;
 esac
 if [ "$goes_on" ]; then
   # a cancelled job, whose ranks have saved too, is no longer running
   [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ] && scontrol requeue "$SLURM_JOB_ID"
 fi"""
-"""What puts the job back into the queue."""
 
 
 JOB = SlurmJob
@@ -240,10 +314,10 @@ JOBS: list[tuple[dict[str, Any], list[str] | str]] = [
         [
             "#SBATCH --nodes=4\n", "#SBATCH --ntasks-per-node=8\n", "#SBATCH --gpus-per-node=8\n", "#SBATCH --time=12:00:00\n",
             "#SBATCH --partition=gpu\n", "#SBATCH --account=me\n", "#SBATCH --signal=USR1@120\n", "#SBATCH --requeue\n",
-            "srun --kill-on-bad-exit=1 ", '  75 | 138 | 143) goes_on=yes', "scontrol requeue", ' --run-dir "$folder"\n',
+            "srun --kill-on-bad-exit=1 ", '  75 | 138 | 143) goes_on=yes', "scontrol requeue", ' --run-dir "$folder" &\n',
         ],
     ),
-    ({"requeue": False}, ["#SBATCH --no-requeue\n", "status=$?\n\nexit $status\n"]),
+    ({"requeue": False}, ["#SBATCH --no-requeue\n", "\ndone\n\nexit $status\n"]),
     (
         {"cpus": 6, "exclusive": True},
         ["#SBATCH --cpus-per-task=6\n", "srun --kill-on-bad-exit=1 --cpus-per-task=6 ", "#SBATCH --exclusive\n"],
@@ -257,14 +331,19 @@ JOBS: list[tuple[dict[str, Any], list[str] | str]] = [
     ),
     (
         {"container": "wf.sif", "gpus": 2, "mount": ["/data:/data"]},
-        ["apptainer exec --nv --bind /work:/work,/data:/data --pwd /work wf.sif widefield train "],
+        ["apptainer exec --nv --bind /work:/work,/data:/data,/runs/first:/runs/first --pwd /work wf.sif widefield train "],
     ),
     ({"container": "nvcr.io#a/b:1"}, ["'--container-image=nvcr.io#a/b:1'", "--container-workdir=/work widefield train "]),
+    ({"restarts": 3}, [' || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ] && echo yes']),
     ({"container": "x.sif", "container_runtime": "pyxis"}, ["--container-image=x.sif"]),
     ({"setup": ["module load cuda"], "sbatch": ["--reservation=r"]}, ["\nmodule load cuda\n", "#SBATCH --reservation=r\n"]),
     ({"time": "soon"}, "'time' is 'soon' (str): that is no time; write HH:MM:SS"),
     ({"signal": "KILL@10"}, "write a signal upon which ranks save (USR1, TERM, INT) and seconds, as USR1@120"),
     ({"array": ["seed"]}, "'seed' is no array; write a key and its values, as --array seed=1,2,3"),
+    ({"array": ["mesh.space=[[1,2],[3,4]],{a: [1,2]},'a,b'"]}, ["array=0-2", "=[[1,2],[3,4]]')", "{a: [1,2]}'); folder"]),
+    ({"array": ["data.path=a/b,a_b"]}, "data.path=a/b and data.path=a_b of the array would train into one folder, /runs/"),
+    ({"array": ["seed=[1,2"]}, "'[1,2' have a bracket or a quote that is not closed"),
+    ({"restarts": 2, "requeue": False}, "--restarts queues the job again and --no-requeue forbids it"),
     ({"array": ["seed=1,1"]}, "has a value twice, and two runs would train into one folder"),
     ({"array_limit": 2}, "--array-limit is for an array"),
     ({"mount": ["/a:/a"]}, "--mount and --container-runtime are for a container"),

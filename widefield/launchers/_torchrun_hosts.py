@@ -14,6 +14,7 @@ from pydantic import field_validator
 
 from widefield.config.field_types import Positive
 from widefield.launchers._job import Allocation, JobFiles, TrainCommand, shell
+from widefield.launchers._pod_shell import PATIENCE
 from widefield.launchers.local import python_of_ranks
 
 HELP = """\
@@ -40,6 +41,8 @@ class HostsJob(Allocation):
     """HOW: hand prints the commands, ssh runs them (hand)"""
     restarts: int = 0
     """N: how often torchrun starts the ranks again after a failure (0)"""
+    grace: Positive = 300
+    """SECONDS: how long ranks may take to save once they are asked to stop (300)"""
     ssh: list[str] = []
     """OPTION: a further option of ssh, as --ssh=-p2222; may be given several times"""
 
@@ -101,7 +104,17 @@ def _lines(command: TrainCommand, options: HostsJob) -> Iterator[tuple[str, str]
             **({"max-restarts": options.restarts} if options.restarts else {}),
         }
         words = [f"--{name}={value}" for name, value in torchrun.items()]
-        program = [*python_of_ranks(), "-m", "torch.distributed.run", *words, "-m", "--", "widefield"]
+        program = [
+            "env",
+            f"{PATIENCE}={options.grace}",
+            *python_of_ranks(),
+            "-m",
+            "torch.distributed.run",
+            *words,
+            "-m",
+            "--",
+            "widefield",
+        ]
         yield host, f"cd {shell([command.here])} && {shell([*program, *command.arguments()])}"
 
 
@@ -111,7 +124,8 @@ JOBS: list[tuple[dict[str, Any], list[str] | str]] = [
     (
         {"hosts": "a,me@b", "gpus": 8},
         [
-            "cd /work && ", "--nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=a --master-port=29500 -m -- widefield ",
+            "cd /work && env TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 ",
+            "--nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=a --master-port=29500 -m -- widefield ",
         ],
     ),
     ({"hosts": "a,b", "run_by": "ssh", "ssh": ["-p2222"]}, ["ssh -tt -o BatchMode=yes -p2222 -- b cd /work && "]),
