@@ -332,7 +332,10 @@ def test_from_python_wrong_names_and_types_are_refused(arguments, words):
 
 def test_commands_by_hand_are_printed_and_nothing_runs(bin, capsys):
     text = said(capsys, "torchrun", "digits", "--hosts", "a,b", "--ranks-per-node", "2", "--run", "runs/x")
-    assert text.count("torch.distributed.run --nnodes=2 --nproc-per-node=2") == 2 and "on b:\n  cd " in text
+    assert text.count(" --nnodes=2 --nproc-per-node=2") == 2 and "on b:\n  cd " in text
+    again = said(capsys, "torchrun", "digits", "--hosts", "a,b", "--ranks-per-node", "2", "--run", "runs/x")
+    (job,), (other,) = ({*re.findall("torch.distributed.run --rdzv-id=([0-9a-f]{8}) ", each)} for each in (text, again))
+    assert job != other  # the same on all hosts of a start
 
 
 @pytest.mark.alone

@@ -7,6 +7,7 @@ the same on all hosts.  When one host's torchrun ends with an error, the others 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -94,8 +95,10 @@ def _by_ssh(host: str, line: str, options: HostsJob) -> tuple[str, ...]:
 def _lines(command: TrainCommand, options: HostsJob) -> Iterator[tuple[str, str]]:
     """(host, the line of shell that starts its ranks)."""
     first = options.names[0].rpartition("@")[2].strip("[]")
+    job = secrets.token_hex(4)  # one of a start, so that its ranks meet none of another at the same address
     for number, host in enumerate(options.names):
         torchrun = {
+            "rdzv-id": job,
             "nnodes": len(options.names),
             "nproc-per-node": options.per_node,
             "node-rank": number,
