@@ -79,6 +79,20 @@ def test_hosts_that_have_their_own_name_at_a_loopback_address_find_each_other(wo
     assert_as_undisturbed(run, undisturbed)
 
 
+def test_two_of_rank_0_on_two_hosts_are_named(two_hosts, tmp_path):
+    words = by_hand(run_in(tmp_path), 0)
+    results = ended([two_hosts.hosts[name].start(*words, env=environment()) for name in NAMES], seconds=180)
+    assert [status for status, _ in results] == [2, 2], results
+    for _, output in results:
+        assert "two processes say that they are rank 0 of 2: " in output and "on n0" in output and "on n1" in output, results
+
+
+def test_a_rank_0_that_is_not_where_the_ranks_are_to_meet_is_told_so(two_hosts, tmp_path):
+    words = by_hand(run_in(tmp_path), 0)
+    ((status, output),) = ended([two_hosts.hosts["n1"].start(*words, env=environment())], seconds=180)
+    assert status == 2 and "rank 0 is on n1, and n0, where the 2 ranks are to meet, is no address of it: " in output, output
+
+
 @WAYS
 def test_a_slow_cable_that_loses_frames_gives_the_same_weights(words_of, undisturbed, tmp_path):
     run = run_in(tmp_path)

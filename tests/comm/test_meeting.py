@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from widefield.comm import interfaces, roll_call
+from widefield.comm import interfaces, meeting, roll_call
 from widefield.comm.roll_call import place_on_machine, problem_of
 from widefield.comm.world import World
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.alone
 DRIVER = """
 import json, os, socket, sys, threading, time
 import psutil, torch
-from widefield.comm import mesh, roll_call
+from widefield.comm import interfaces, meeting, mesh, roll_call
 from widefield.comm.world import World
 from widefield.naming import load_all
 from widefield.plans import Plan
@@ -37,6 +38,10 @@ def listeners():
 
 def life(case, world, wait, odd):
     time.sleep(wait)
+    own = odd.pop("own", None)
+    if own:  # as if this machine had that address alone
+        meeting.listening_socket = lambda address, port, **_: interfaces._bound(socket.AF_INET, (own, port))
+        meeting.is_of_this_machine = lambda address: address == own
     there, machine = roll_call.versions(), odd.pop("machine", roll_call.machine())
     roll_call.versions, roll_call.machine = lambda: {**there, **odd}, lambda: machine
     began, found = time.monotonic(), {}
@@ -91,6 +96,15 @@ def several_hosts(*ranks: int, size: int) -> list[list]:
     return [[{**world, "local_size": 1}, wait, {"machine": str(world["rank"])}] for world, wait, _ in found]
 
 
+def hosts(*lives_at: tuple[int, str]) -> list[list]:
+    """Ranks of 2 on machines of which each has one address, and which are to meet at 127.0.0.1: (rank, address) each."""
+    found = lives(*(rank for rank, _ in lives_at), size=2)
+    return [
+        [{**world, "local_size": 1}, wait, {"machine": own, "own": own}]
+        for (world, wait, _), (_, own) in zip(found, lives_at, strict=True)
+    ]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Iterator[dict[str, list[dict]]]:
     folder = tmp_path_factory.mktemp("meeting")
@@ -109,6 +123,10 @@ def found(tmp_path_factory) -> Iterator[dict[str, list[dict]]]:
         "stale file": lives(0, 1, size=2, address=f"file://{folder}/stale"),
         "two of rank 0": lives(0, 0, 1, size=2),
         "two of rank 0, by file": lives(0, 0, size=2, address=f"file://{folder}/twice"),
+        "two of rank 0, on two hosts": hosts((0, "127.0.0.1"), (0, "127.0.0.2"), (1, "127.0.0.3")),
+        "two of rank 0, the wrong host first": hosts((0, "127.0.0.2"), (0, "127.0.0.1"), (1, "127.0.0.3")),
+        "rank 0 on another host": hosts((0, "127.0.0.2")),
+        "an address that leads here": hosts((0, "0.0.0.0"), (1, "127.0.0.3")),
         "two of rank 1": lives(1, 0, 1, size=3),
         "missing": lives(0, 1, size=4),
         "rank 0 missing, by file": lives(1, size=2, address=f"file://{folder}/no json"),
@@ -128,7 +146,7 @@ def found(tmp_path_factory) -> Iterator[dict[str, list[dict]]]:
     yield {**json.loads(done.stdout), "left": sorted(path.name for path in folder.iterdir())}
 
 
-FINE = ["one host", "counted", "several hosts", "file", "stale file"]
+FINE = ["one host", "counted", "several hosts", "file", "stale file", "an address that leads here"]
 
 
 @pytest.mark.parametrize("case", FINE)
@@ -136,7 +154,7 @@ def test_ranks_meet_and_their_messages_arrive(found, case):
     assert [one.get("sum") for one in found[case]] == [3.0, 3.0], found[case]
     ranks = [1, 0] if case == "file" else [0, 1]
     assert [one["local"] for one in found[case]] == (
-        [[0, 1], [0, 1]] if case == "several hosts" else [[rank, 2] for rank in ranks]
+        [[0, 1], [0, 1]] if case in ("several hosts", "an address that leads here") else [[rank, 2] for rank in ranks]
     )
 
 
@@ -161,6 +179,9 @@ def test_ranks_of_several_machines_listen_where_the_others_can_reach_them(found)
     [
         ("two of rank 0", "two processes say that they are rank 0 of 2: process "),
         ("two of rank 0, by file", "two processes say that they are rank 0 of 2: process "),
+        ("two of rank 0, on two hosts", "two processes say that they are rank 0 of 2: process "),
+        ("two of rank 0, the wrong host first", "two processes say that they are rank 0 of 2: process "),
+        ("rank 0 on another host", ", and 127.0.0.1, where the 2 ranks are to meet, is no address of it: no run listens at "),
         ("two of rank 1", "two processes say that they are rank 1 of 3: process "),
         ("missing", "ranks 2, 3 of 4 did not come to 127.0.0.1:"),
         ("rank 0 missing, by file", "rank 1 of 2 found no run at "),
@@ -252,6 +273,22 @@ def test_the_interface_is_that_of_the_route_unless_the_user_names_one(monkeypatc
 
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("mine", "lo")
     assert interfaces.interface_of("192.0.2.77") is None
+
+
+def test_a_store_that_a_file_names_is_asked_as_long_as_ranks_wait_for_each_other(tmp_path, monkeypatch):
+    """Not as short as its addresses were tried: rank 0 may be slow, where a machine has much to do."""
+
+    def answer(store, world, **_):
+        raise ValueError(f"waits {store.timeout.total_seconds():.0f} s")
+
+    monkeypatch.setattr(roll_call, "answer", answer)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    serving, joining = (World(rank, 2, rank, 2, f"file://{tmp_path}/new", launcher="tests") for rank in (0, 1))
+    served = meeting._connected(serving, timedelta(seconds=30))
+    with pytest.raises(ValueError, match="waits 30 s"):
+        meeting._met(joining, timedelta(seconds=30), None)
+    assert served[2]
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1"])

@@ -100,6 +100,12 @@ def listening_socket(address: str, port: int, *, has_one_host: bool) -> socket.s
     return _bound(socket.AF_INET6, ("::", port)) if socket.has_dualstack_ipv6() else _bound(socket.AF_INET, ("", port))
 
 
+def is_of_this_machine(address: str) -> bool:
+    """Whether `address` means this machine, or a loopback, by which others may know it at another address."""
+    found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    return any(is_loopback(str(place[0])) or _is_ours(family, str(place[0])) for family, _, _, _, place in found)
+
+
 def _is_ours(family: int, address: str) -> bool:
     try:
         _bound(family, (address, 0)).close()

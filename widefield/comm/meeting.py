@@ -17,6 +17,7 @@ import errno
 import itertools
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from widefield.comm import meeting_file, roll_call, starts
-from widefield.comm.interfaces import choose_interface, listening_socket
+from widefield.comm.interfaces import choose_interface, is_of_this_machine, listening_socket, route_to
 from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.world import FILE, World
 
@@ -120,6 +121,7 @@ def _met(world: World, timeout: datetime.timedelta, gpu: str | None) -> _Meeting
         os.environ.setdefault("RANK", str(world.rank))
         os.environ.setdefault("WORLD_SIZE", str(world.size))
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        store.set_timeout(timeout)  # one that was looked for, as by a file, waits no longer than that took
         left = lambda: timeout.total_seconds() - (time.monotonic() - began)  # noqa: E731
         served_here = contextlib.nullcontext("start")  # it ends with the rank that serves it
         is_launchers = _is_of_launcher(world)
@@ -134,7 +136,6 @@ def _met(world: World, timeout: datetime.timedelta, gpu: str | None) -> _Meeting
     if world.place.startswith(FILE) and world.rank == 0:
         meeting_file.remove(world.address)
     choose_interface(roll_call.address_between(cards, world.rank), has_one_host=roll_call.have_one_host(cards))
-    own.set_timeout(timeout)
     return _Meeting(own, cards)
 
 
@@ -156,15 +157,41 @@ def _connected(world: World, timeout: datetime.timedelta) -> tuple[dist.TCPStore
     if world.rank:
         return _client(address, world.port, timeout), address, world.port
     try:
-        return (
-            _served(listening_socket(address, world.port, has_one_host=world.has_one_host), address, timeout),
-            address,
-            world.port,
-        )
+        listener = listening_socket(address, world.port, has_one_host=world.has_one_host)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ValueError(f"rank 0 cannot listen at {world.place} ({error}); set MASTER_PORT to another port") from None
         return _holder_of_port(address, world), address, world.port
+    store = _served(listener, address, timeout)
+    if not world.has_one_host and not is_of_this_machine(address):
+        store = _reached(store, world)
+    return store, address, world.port
+
+
+def _reached(own: dist.TCPStore, world: World) -> dist.TCPStore:
+    """`own`, or the store of another rank 0 where the others meet, which is no address of this machine.
+
+    The address may lead here all the same, by a translation.  Where it does not answer, it may do so from outside alone.
+    ValueError: it answers, and no store is there within PROBE.
+    """
+    mark, deadline = f"widefield/mark/{secrets.token_hex(8)}", time.monotonic() + PROBE.total_seconds()
+    own.set(mark, "1")
+    while True:
+        try:
+            socket.create_connection((world.address, world.port), timeout=PROBE.total_seconds()).close()
+            there = _client(world.address, world.port, PROBE)
+            return own if there.check([mark]) else there
+        except (ConnectionRefusedError, dist.DistError):
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            raise ValueError(
+                f"rank 0 is on {socket.gethostname()}, and {world.address}, where the {world.size} ranks are to meet, is no "
+                f"address of it: no run listens at {world.place}. Start rank 0 there, or give all ranks an address of "
+                f"{socket.gethostname()}, as {route_to(world.address)}"
+            ) from None
+        except OSError:
+            return own
 
 
 def _holder_of_port(address: str, world: World) -> dist.TCPStore:
