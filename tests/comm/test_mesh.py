@@ -154,8 +154,8 @@ def test_a_rank_whose_peers_never_come_says_so():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", ALONE, "0", str(port)]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} within 2 s" in said.stdout, said.stderr
-    assert "see that all ranks were started and that the port is open" in said.stdout
+    assert f"rank 1 of 2 did not come to 127.0.0.1:{port} within 2 s; 1 came, as rank 0" in said.stdout, said.stderr
+    assert "See that all were started, with the same address, and that the port is open" in said.stdout
 
 
 def groups_left(mesh):

@@ -147,7 +147,7 @@ def images_of_no_number(mesh: Mesh) -> list[int]:
         next(learner.model.parameters()).fill_(float("nan"))
     with pytest.raises(NonFiniteLossError) as caught:
         learner.learn(passes, stop=False)
-    return sorted(caught.value.index)
+    return sorted(caught.value.refusal.index)
 
 
 def test_the_images_of_a_loss_that_is_no_number_are_named_once_on_every_rank():

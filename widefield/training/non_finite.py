@@ -73,8 +73,13 @@ class NonFiniteWatch:
         if from_inputs or own:
             name = (from_inputs or own)[0]
             return Fault(name, self._kinds[name], "is the first that makes a gradient that is not finite")
-        if self._outputs and not all(self._outputs.values()):
+        got = [name for name, is_finite in self._outputs.items() if not is_finite]
+        if got and not self._outputs.get("", False):
             return Fault("the loss", "", "has a gradient that is not finite")
+        if got:  # made between the modules of one that got a finite gradient
+            around = [name for name, is_finite in self._outputs.items() if is_finite and self._is_inside(got[0], name)]
+            name = max(around, key=len)
+            return Fault(name, self._kinds[name], "is the first that makes a gradient that is not finite")
         return Fault(odd[0], self._kinds[odd[0]], "has a gradient that is not finite") if odd else None
 
     @staticmethod

@@ -141,14 +141,17 @@ def read(folder: Path, strides: Mapping[str, list[int] | None]) -> dict[str, Ten
 
 
 def unread(folder: Path, strides: Mapping[str, list[int] | None]) -> dict[str, UnreadTensor]:
-    """The tensors named by `strides`, each of which is read when it is asked for.  Strides are not kept.
+    """The tensors named by `strides`, each of which is read when it is asked for.  Strides are checked, and not kept.
 
-    FormatError: the index holds something else than `write` leaves; a tensor's own file, when it is read.
+    FormatError: the index or strides are something else than `write` leaves; a tensor's own file, when it is read.
     """
     index = _index(folder)
     missing = next((name for name in strides if name not in index), None)
     if missing is not None:
         raise FormatError(f"{INDEX} has no tensor {missing!r}")
+    for name, stride in strides.items():
+        if stride is not None:
+            _laid_out(index[name], stride)
     return {
         name: UnreadTensor(tuple(entry["shape"]), _DTYPES[entry["dtype"]], partial(_mapped, folder, name, entry))
         for name, entry in ((name, index[name]) for name in strides)
@@ -191,10 +194,19 @@ def _checked(stored: Tensor, entry: Entry) -> Tensor:
 
 def _checked_copy(stored: Tensor, entry: Entry, stride: list[int] | None) -> Tensor:
     """A copy of a stored tensor, with the dtype of the index and the given strides; FormatError where these do not fit."""
-    whole, shape, dtype = _checked(stored, entry), entry["shape"], _DTYPES[entry["dtype"]]
+    whole = _checked(stored, entry)
     if stride is None:
         return whole.clone(memory_format=torch.contiguous_format)
-    layout = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return torch.empty_like(_laid_out(entry, stride), device="cpu").copy_(whole)
+
+
+def _laid_out(entry: Entry, stride: list[int]) -> Tensor:
+    """A tensor without memory that has these strides; FormatError where there is none."""
+    shape = entry["shape"]
+    try:
+        layout = torch.empty_strided(shape, stride, dtype=_DTYPES[entry["dtype"]], device="meta")
+    except (TypeError, RuntimeError) as error:
+        raise FormatError(f"a tensor of {shape} has the strides {str(stride)[:100]!r}: {error}") from None
     if not is_dense(layout):
         raise FormatError(f"a tensor of {shape} cannot lie in memory by {stride}")
-    return torch.empty_like(layout, device="cpu").copy_(whole)
+    return layout
