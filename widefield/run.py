@@ -25,6 +25,7 @@ from widefield.parallel.parallelize import fallbacks
 from widefield.plans import check, plan_of, refit, to_text
 from widefield.quantity import count_of
 from widefield.refusal import TO_BE_CONTINUED
+from widefield.streaming import progress
 from widefield.training.assemble import Parts, assemble, learner_of, rebuilt, training_batches, write_model_of
 from widefield.training.batch_finder import find_batch_size, without_model
 from widefield.training.checkpoint import Checkpoints, Found
@@ -267,6 +268,7 @@ def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator
             mesh,
             seconds=math.inf if log.stall_seconds is None else log.stall_seconds,
             at=lambda: (learner.step, passes.in_step_since),
+            within=lambda: (learner.pass_number, progress.in_words()),
             warn=warn,
             hang_seconds=log.hang_seconds,
             end=mesh.watch.end,

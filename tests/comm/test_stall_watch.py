@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
+from widefield.comm import stall_watch
 from widefield.comm.stall_watch import StallWatch
 from widefield.comm.stand import Stand
 from widefield.comm.verdict import missing, sentence
@@ -89,3 +90,52 @@ def _sleep(store: dist.Store) -> None:
     deadline = time.monotonic() + 60
     while not store.check(["said"]) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def test_a_rank_that_runs_on_in_a_step_without_an_end_is_named_and_one_whose_passes_go_on_is_not():
+    """It loops in Python, so its line changes; the other waits for it.  It may do so for (1 + SPINS) x 2 s."""
+    told = on_ranks(2, _one_spins)
+    (text,) = told[0][0] + told[1][0]
+    assert text.startswith("nothing has brought step 1 on for ") and "no message and no pass, though a rank runs on" in text
+    assert "1 of 2 ranks has not arrived: rank 1 is at " in text and "in _spin" in text
+    assert [seconds > 2 * 2.0 for _, seconds in told] == [True, True]
+
+
+def _one_spins(mesh) -> tuple[list[str], float]:
+    """What is said where the run would be ended, and for how long nobody had said it; before, passes go on as long."""
+    stall_watch.SPINS = 1
+    ended: list[str] = []
+    at: list = [0, None]
+    passes = [0]
+    store = dist.PrefixStore("test", _get_default_store().clone())
+
+    def end(text: str, culprits: list[int]) -> None:
+        ended.append(text)
+        store.set("ended", "")
+
+    with StallWatch(
+        mesh, seconds=60, at=lambda: (at[0], at[1]), within=lambda: passes[0], warn=print, hang_seconds=2.0, end=end
+    ):
+        mesh.barrier()
+        at[1] = began = time.perf_counter()
+        if mesh.rank == 1:
+            while time.perf_counter() - began < 2.5 * 2.0:
+                passes[0] += 1
+                _spin(store, seconds=0.2)
+            assert not store.check(["ended"])
+        dist.all_reduce(torch.ones(3), group=mesh.group)
+        began = time.perf_counter()
+        if mesh.rank == 1:
+            _spin(store, seconds=20)
+        dist.all_reduce(torch.ones(3), group=mesh.group)
+        at[1] = None
+    return ended, time.perf_counter() - began
+
+
+def _spin(store: dist.Store, *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not store.check(["ended"]):
+        for _ in range(1_000_000):  # another thread sees a loop where it jumps back, so there are two, longer than a look needs
+            pass
+        for _ in range(1_000_000):
+            pass

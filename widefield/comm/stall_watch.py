@@ -6,6 +6,8 @@ message.  Once a second it asks the store whether some rank's step takes too lon
 stand (stand.py), and the first rank that runs says which ones are missing (verdict.py).  A late step alone stops nothing.
 
 A run hangs where nothing has changed on any rank for long: the same line, the same messages, the same step.  It is ended.
+A rank may also run on without an end, as in a loop of Python that waits for something.  So within a step, lines that change
+count only so long; after that, what counts is what brings the step on.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import sys
 import threading
 import time
@@ -41,6 +44,11 @@ _ANSWER_SECONDS = 1.0
 """How long an answer of the store may take before the watch looks whether anything else still changes."""
 _FROZEN_SECONDS = 2.0
 """A rank whose reports have stopped for so long, and for three looks, does not run."""
+SPINS = 10
+"""How many times `hang_seconds` a rank may run on within a step that nothing brings on.
+
+With the 600 s of the config that is 100 minutes; a loader that reads large files may take some of them for a batch.
+"""
 _FEWEST_STEPS = 3
 """Of a look at who is slow."""
 _WINDOWS = 2
@@ -54,6 +62,7 @@ class StallWatch:
     seconds: the first rank warns when a step takes longer than this, and longer than five times the longest step so far.
     hang_seconds: end the run once nothing has changed on any rank for so long; None: never.
     at: gives the number of steps done, and when (time.perf_counter) the current step began; None between steps.
+    within: gives what changes when a step goes on, besides messages, as the number of its pass.
     warn: called on one rank with a sentence, from the thread.  end: called there with the sentence and the missing ranks.
     """
 
@@ -64,11 +73,12 @@ class StallWatch:
         seconds: float,
         at: Callable[[], tuple[int, float | None]],
         warn: Callable[[str], None],
+        within: Callable[[], object] = lambda: None,
         hang_seconds: float | None = None,
         end: End = lambda text, culprits: None,
     ) -> None:
         self._mesh, self._seconds, self._hang_seconds = mesh, seconds, hang_seconds
-        self._at, self._warn, self._end = at, warn, end
+        self._at, self._within, self._warn, self._end = at, within, warn, end
         number = next(_watches)  # the same on every rank; what an earlier watch has written is not read again
         with asking_whether_alive():
             self._store = dist.PrefixStore(f"widefield/stall/{number}", get_default_store().clone())
@@ -85,6 +95,8 @@ class StallWatch:
         self._pause = min(1.0, seconds / 10, (hang_seconds or 10.0) / 10)
         self._track: Any = None
         self._changed = time.monotonic()
+        self._advance: Any = None
+        self._advanced = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}
         """Each rank's last beat, and when it was first seen, since some rank is late."""
         self._late_since: float | None = None
@@ -242,23 +254,38 @@ class StallWatch:
         return sys._current_frames().get(self._main.ident or 0)
 
     def _idle(self, step: int) -> float:
-        """For how many seconds nothing has changed on this rank: its line, its messages, its steps, its saving thread."""
+        """For how many seconds nothing has changed on this rank: its line, its messages, its steps, its saving thread.
+
+        Where only lines change for longer than a step may take, what is above that.
+        """
         saving = next((thread.ident for thread in threading.enumerate() if thread.name == "checkpoint"), None)
         frames = sys._current_frames()
         tracks = (track_of(frames.get(self._main.ident or 0)), track_of(frames.get(saving or 0)))
-        track = (step, self._collectives(), self._tally.posted, *tracks)
-        if track != self._track:
-            self._track, self._changed = track, time.monotonic()
-        return time.monotonic() - self._changed
+        advance = (step, self._at()[1], self._within(), self._collectives(), self._tally.posted)
+        now = time.monotonic()
+        if (*advance, *tracks) != self._track:
+            self._track, self._changed = (*advance, *tracks), now
+        if advance != self._advance:
+            self._advance, self._advanced = advance, now
+        return max(now - self._changed, self._spun(now) - self._may_spin())
+
+    def _spun(self, now: float) -> float:
+        """For how many seconds nothing has brought this rank's step on; 0 between steps, as in an evaluation or a save."""
+        return 0.0 if self._at()[1] is None else now - self._advanced
+
+    def _may_spin(self) -> float:
+        return math.inf if self._hang_seconds is None else max(SPINS * self._hang_seconds, 5 * self._longest)
 
     def _stand(self, step: int, idle: float, taken: float) -> Stand:
         frame = self._frame()
         doing, waits = doing_of(frame, self._main.native_id), is_waiting(frame)
         under_way = flight_recorder.under_way(self._recorded()) if waits else None
+        spun = self._spun(time.monotonic())
         return Stand(
             self._beat, step, self._collectives() - self._begun, place_of(frame), waits, doing, idle, taken,
             message="" if under_way is None else str(under_way), sent=self._tally.by_rank("send"),
             awaited=self._tally.by_rank("receive"), odd=self.oddity(),
+            spun=spun if not waits and spun > self._may_spin() else 0.0,
         )  # fmt: skip
 
     def _recorded(self) -> list[flight_recorder.RecordedCollective]:

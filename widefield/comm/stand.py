@@ -53,6 +53,7 @@ class Stand:
     message: the message that it began last and that is not done, in words.
     sent, awaited: messages between two ranks, by the other rank, that it has posted so far to send and to receive.
     odd: in what its messages of this step differ from those of the step before; empty where they do not.
+    spun: for how many seconds it has run on, longer than it may, and nothing brought its step on; 0 where it has not.
     """
 
     beat: int
@@ -67,6 +68,7 @@ class Stand:
     sent: Mapping[str, int] = field(default_factory=dict)
     awaited: Mapping[str, int] = field(default_factory=dict)
     odd: str = ""
+    spun: float = 0.0
 
     def in_words(self, rank: int) -> str:
         """`rank 1 is in all_reduce ... at mesh.py:159 in sum_, called at net.py:3 in forward`."""

@@ -67,7 +67,10 @@ def sentence(
     before = f" (the longest before it took {longest:.1f} s)" if longest else ""
     opening = f"step {step} has not ended after {seconds:.0f} s{before}"
     if ends:
+        spun = max((stand.spun for stand in found.values()), default=0.0)
         opening = f"nothing has changed on any rank for {seconds:.0f} s, in step {step}"
+        if spun:
+            opening = f"nothing has brought step {step} on for {spun:.0f} s: no message and no pass, though a rank runs on"
     there = {rank: stand.in_words(rank) for rank, stand in found.items()}
     closing = "" if ends else ". The run goes on once they come; log.stall_seconds sets when to warn"
     if not late:
