@@ -33,7 +33,10 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
         return []
     none = Transforms([], field="data.augment")
     train, evaluate = (
-        PixelTransforms(lists[read], augment, num_classes=len(dataset.classes), ignore=ignore, dims=dataset.dims)
+        PixelTransforms(
+            lists[read], augment, num_classes=len(dataset.classes), ignore=ignore, dims=dataset.dims,
+            image_scale=dataset.image_scale,
+        )
         for read, augment in (("read", lists["augment"]), ("read_evaluate", none))
     )
     whole = dict.fromkeys([*train.looks_at_all, *evaluate.looks_at_all])

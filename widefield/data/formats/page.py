@@ -1,5 +1,7 @@
 """Synthetic pages of any size with scikit-learn's digits, for segmentation: class 0 is background, 1..10 are the digits 0..9.
 
+With `pairs`, for restoration: degraded pages with clean ones as targets, see _page_pairs.py.
+
 A page is a grid of square cells.  A cell has one digit or none: a scan of 8x8 pixels, enlarged bilinearly, with random size,
 place and contrast within its cell, so digits never overlap; at the page's edge they may be cut off.  The background has a
 coarse and a fine grain.  A pixel has the class of its digit where the enlarged ink is above a threshold.
@@ -20,6 +22,7 @@ from torch import Tensor
 from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.formats import digits
+from widefield.data.formats._page_pairs import Degradation, paired
 from widefield.data.place_hashes import place_hashes
 from widefield.data.transforms import seed_of
 from widefield.geometry.interval import Interval, pieces_of
@@ -169,12 +172,17 @@ def open_dataset(
     digit_px: tuple[int, int] = (16, 40),
     digits_per_megapixel: float = 400,
     seed: int = 0,
+    pairs: bool = False,
+    noise: float = 0.1,
+    scale: int = 1,
 ) -> Dataset:
     """Pages to train on and to evaluate, with the scans of the training and evaluation split of the format `digits`.
 
     size: height and width of a page.  pages: how many to train on and to evaluate.  digit_px: smallest and largest side of
     a digit; the largest is a cell's side.  digits_per_megapixel: the average number of digits per million pixels.
     seed: of the pages, independent of the run's, so that runs with different seeds have the same pages.
+    pairs: the target is the page itself, for restoration, and the input a degraded one: the mean of each scale x scale pixels,
+    and noise of that standard deviation, as a share of 255.
     ValueError: options out of range; data.path or data.hold_out is set.
     """
     if config.path is not None or config.hold_out is not None:
@@ -192,6 +200,8 @@ def open_dataset(
         Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]
         for split, count, part in zip(("train", "evaluate"), pages, (scans.train, scans.evaluate), strict=True)
     )
+    if pairs:
+        return paired(train, evaluate, Degradation(noise, scale), layout.size)
     names = ["background", *scans.classes]
     # mean and standard deviation of the pixels of the 64 training pages that the defaults make
     return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, labels="pixels")
@@ -207,5 +217,8 @@ def _check(**options: tuple[int, int]) -> None:
         raise ValueError(f"data.options.digit_px is [{low}, {high}]; the smallest side comes first")
 
 
-CASES = [({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11)]
+CASES = [
+    ({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11),
+    ({"options": {"size": [64, 96], "pages": [3, 2], "pairs": True, "scale": 2}}, 3, 2, 1),
+]
 """As in digits.py."""

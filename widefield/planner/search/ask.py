@@ -157,7 +157,7 @@ def image_of(config: RunConfig, given: Given) -> tuple[tuple[int, ...], int, Sta
     reader = reader_of(
         config.data, dataset.train, num_classes=len(dataset.classes), seed=config.seed, train=True,
         device=torch.device("cpu"), intensity=dataset.intensity, pixels=dataset.pixels, moves_as_one=dataset.moves_as_one,
-        dims=dataset.dims,
+        dims=dataset.dims, image_scale=dataset.image_scale,
     )  # fmt: skip
     batch = reader.__getitems__([Key(0, 0, 0, real=False)])
     if batch.problem is not None:
