@@ -81,6 +81,9 @@ def overlap(output: Tensor, target: Tensor, *, batch: bool, first: int = 0, alph
     return 1 - torch.stack([score(p, truth, alpha) for p, truth in pairs]).mean()
 
 
+TERMS = "{l1: 1, ssim: {weight: 0.3}, total_variation: 0.1}"
+
+
 def variation(output: Tensor) -> Tensor:
     return total_variation(output, "mean") / output[0].numel()
 
@@ -119,7 +122,7 @@ LOSSES: dict[str, tuple[str, list[str], Formula]] = {
     "ms_ssim": ("image", ["task.loss=ms_ssim", "task.loss_options={sigma: 0.3, betas: [0.4, 0.6]}"],
                 lambda o, t: 1 - ms_ssim(o, t, sigma=0.3, kernel_size=3, data_range=1.0, betas=(0.4, 0.6), normalize="relu")),
     "total_variation": ("image", ["task.loss=total_variation"], lambda o, t: variation(o)),
-    "weighted images": ("image", ["task.loss=weighted", "task.loss_options.terms={l1: 1, ssim: {weight: 0.3}, total_variation: 0.1}"],
+    "weighted images": ("image", ["task.loss=weighted", f"task.loss_options.terms={TERMS}"],
                  lambda o, t: F.l1_loss(o, t) + 0.3 * (1 - ssim(o, t, data_range=1.0)) + 0.1 * variation(o)),
     "mse": ("values", [], lambda o, t: F.mse_loss(o, t.double())),
     "l1": ("values", ["task.loss=l1"], lambda o, t: F.l1_loss(o, t.double())),

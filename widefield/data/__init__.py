@@ -83,7 +83,7 @@ class Dataset:
     channel_files: int = 0
     """Of how many files an image is, CASE_0000 and so on, one per channel; 0: of one, of any name."""
     scale: int = 1
-    """Of targets that are images: how many of their pixels an image's pixel is, along each dim.  `classes` name their channels."""
+    """Of targets that are images: how many of their pixels an image's pixel is, along each dim."""
 
     @property
     def pixels(self) -> bool:

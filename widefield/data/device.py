@@ -71,7 +71,7 @@ class Preparation:
         return target.to(self.dtype) if self.labels in ("classes", "values") else target.long()
 
     def range_of(self, dtype: torch.dtype) -> tuple[float, float]:
-        """The pixel values that are 0 and 1 in targets that are images.  data_checks.py refuses where channels differ in them."""
+        """The pixel values that are 0 and 1 in targets that are images; data_checks.py refuses others for each channel."""
         known = self.intensity.of(self.pixel_dtype or dtype)
         assert known.low is not None and known.high is not None
         return known.low[0], known.high[0]

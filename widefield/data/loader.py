@@ -296,18 +296,14 @@ def reader_of(
 ) -> SampleReader:
     """The reader that a config asks for; pixels: whether they have labels; moves_as_one: see Dataset, None for as `pixels`.
 
-    image_scale: see Dataset.
-
     Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
     """
-    listed = config.read if train else config.read_evaluate
     moves_as_one = pixels if moves_as_one is None else moves_as_one
     on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
-    read = Transforms(listed, field="data.read" if train else "data.read_evaluate")
+    read = Transforms(config.read if train else config.read_evaluate, field="data.read" if train else "data.read_evaluate")
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
-    about = {"num_classes": num_classes, "ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims}
-    about |= {"image_scale": image_scale}
-    moves = PixelTransforms(read, augment, **about) if moves_as_one else None
+    about = {"ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims, "image_scale": image_scale}
+    moves = PixelTransforms(read, augment, num_classes=num_classes, **about) if moves_as_one else None
     return SampleReader(
         images=images,
         transforms=read,
@@ -315,8 +311,7 @@ def reader_of(
         moves=moves if moves is not None and moves.does_anything else None,
         num_classes=num_classes,
         seed=seed,
-        mixup=config.mixup if train else 0.0,
-        cutmix=config.cutmix if train else 0.0,
+        **({"mixup": config.mixup, "cutmix": config.cutmix} if train else {}),
         bad_images=config.bad_images,
         window=window,
         ignore=ignore,

@@ -34,13 +34,12 @@ from widefield.data.sources import InMemory, Source, everything
 from widefield.data.spatial.axis_warp import AxisMap, AxisWarp
 from widefield.data.spatial.boxes import moved_points
 from widefield.data.spatial.coordinate_map import CoordinateMap, SpatialMove, composed
-from widefield.data.spatial.enlarged_maps import check_moves_image, moved_target, source_box
+from widefield.data.spatial.enlarged_maps import moved_target, source_box
 from widefield.data.spatial.moves import MOVES, crop_at, drawn
 from widefield.data.spatial.volume_moves import CROPS, FLIPS, VOLUME_MOVES, crop_of, drawn_flip
 from widefield.data.spatial.warp import Warp
-from widefield.data.transforms import (
-    COLOURS_OF_VOLUMES, KEEP_PIXELS_IN_PLACE, Step, Transforms, degraded, seed_of, seeded, seeded_for,
-)  # fmt: skip
+from widefield.data.targets import degraded
+from widefield.data.transforms import COLOURS_OF_VOLUMES, KEEP_PIXELS_IN_PLACE, Step, Transforms, seed_of, seeded, seeded_for
 from widefield.geometry.box import Box, full_box, slices, within
 
 CPU = torch.device("cpu")
@@ -115,8 +114,6 @@ class PixelTransforms:
         check = _check_moves_labels if dims == 2 else _check_is_of_volumes
         for entry in entries:
             check(entry, listed[entry.listed].field)
-            if image_scale is not None:
-                check_moves_image(entry.step, listed[entry.listed].field, image_scale)
         self.phases = _phases(entries)
         self.num_classes, self.ignore, self.labelled, self.dims = num_classes, ignore, labelled, dims
         self.image_scale = image_scale

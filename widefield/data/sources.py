@@ -53,9 +53,7 @@ class OfImages:
     scale: of a target image.
     """
 
-    def __init__(
-        self, images: Images, index: int, *, seed: int, check: Callable[[Tensor, Any], None], scale: int = 1
-    ) -> None:
+    def __init__(self, images: Images, index: int, *, seed: int, check: Callable[[Tensor, Any], None], scale: int = 1) -> None:
         self._images, self._index, self._seed, self._check, self._scale = images, index, seed, check, scale
         self._whole: InMemory | None = None
         self._marks: Tensor | None = None

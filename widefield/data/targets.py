@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,14 +44,28 @@ def check_target_image(name: str, image: Tensor, target: int | Tensor, *, channe
     if tuple(target.shape[1:]) != wanted:
         sizes = [" x ".join(map(str, shape)) for shape in (target.shape[1:], image.shape[1:], wanted)]
         raise ValueError(
-            f"the target of {name} is {sizes[0]} pixels and its input {sizes[1]}, which with a scale of {scale} wants {sizes[2]}; "
-            "mend one of them, or the scale"
+            f"the target of {name} is {sizes[0]} pixels and its input {sizes[1]}, which with a scale of {scale} wants "
+            f"{sizes[2]}; mend one of them, or the scale"
         )
     if target.dtype != image.dtype:
         raise ValueError(
-            f"the target of {name} has pixels of {target.dtype} and its input of {image.dtype}; give both one dtype, since both "
-            "are scaled alike"
+            f"the target of {name} has pixels of {target.dtype} and its input of {image.dtype}; give both one dtype, since "
+            "they are scaled alike"
         )
+
+
+def degraded(made: Any, image: Tensor, name: str) -> Tensor:
+    """What a user's transform made of an image whose target is another image, which stays as it is.
+
+    ValueError: it is of another size or dtype, so that it no longer fits its target.
+    """
+    if isinstance(made, Tensor) and made.shape == image.shape and made.dtype == image.dtype:
+        return made.detach().as_subclass(Tensor)
+    got = f"{tuple(made.shape)} of {made.dtype}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+    raise ValueError(
+        f"{name} makes {got} of an image {tuple(image.shape)} of {image.dtype}, whose target is an image that it does not see; "
+        "keep size and dtype, and move pixels by torchvision's transforms, which move both"
+    )
 
 
 def _check_layers(name: str, image_CHW: Tensor, target: Tensor, num_classes: int) -> None:

@@ -190,20 +190,6 @@ class Transforms:
         return image_CHW
 
 
-def degraded(made: Any, image: Tensor, name: str) -> Tensor:
-    """What a user's transform made of an image whose target is another image, which stays as it is.
-
-    ValueError: it is of another size or dtype, so that it no longer fits its target.
-    """
-    if isinstance(made, Tensor) and made.shape == image.shape and made.dtype == image.dtype:
-        return made.detach().as_subclass(Tensor)
-    got = f"{tuple(made.shape)} of {made.dtype}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-    raise ValueError(
-        f"{name} makes {got} of an image {tuple(image.shape)} of {image.dtype}, whose target is an image that it does not see; "
-        "keep size and dtype, and move pixels by torchvision's transforms, which move both"
-    )
-
-
 @contextmanager
 def seeded_for(steps: Sequence[Step], seed: int, device: torch.device) -> Iterator[None]:
     """Inside, the generators are seeded that these steps may use: torch's, and with a user's own Python's and NumPy's too."""

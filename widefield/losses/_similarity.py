@@ -23,7 +23,7 @@ _MEAN_OF_PAIRS = {2: F.avg_pool2d, 3: F.avg_pool3d}
 
 @dataclass(frozen=True)
 class SimilarityWindow:
-    """sigma: standard deviation of the Gaussian window, in pixels.  k1, k2: of the constants (k data range)^2; the range is 1."""
+    """sigma: standard deviation of the Gaussian, in pixels.  k1, k2: of the constants (k x range of the data)^2; that is 1."""
 
     sigma: float = 1.5
     k1: float = 0.01
@@ -70,9 +70,9 @@ class SimilarityWindow:
         least = (self.reach_px + 1 if scales == 1 else 2 * self.reach_px + 1) * 2 ** (scales - 1)
         if min(size) < least:
             raise ValueError(
-                f"the images are {' x '.join(map(str, size))} px and SSIM's window of {2 * self.reach_px + 1} px wants {least} px "
-                f"or more along each dim{f' at {scales} scales' if scales > 1 else ''}; use larger images or crops, or a smaller "
-                f"sigma than {self.sigma:g}{', or fewer betas' if scales > 1 else ''}"
+                f"the images are {' x '.join(map(str, size))} px and SSIM's window of {2 * self.reach_px + 1} px wants {least} "
+                f"px or more along each dim{f' at {scales} scales' if scales > 1 else ''}; use larger images or crops, or a "
+                f"smaller sigma than {self.sigma:g}{', or fewer betas' if scales > 1 else ''}"
             )
 
 

@@ -12,9 +12,7 @@ from widefield.losses._of_images import loss_of_images
 from widefield.losses._similarity import BETAS, SimilarityWindow, multiscale_ssim_of_images
 
 
-def build(
-    targets: Targets, *, sigma: float = 1.5, betas: Sequence[float] = BETAS, k1: float = 0.01, k2: float = 0.03
-) -> Loss:
+def build(targets: Targets, *, sigma: float = 1.5, betas: Sequence[float] = BETAS, k1: float = 0.01, k2: float = 0.03) -> Loss:
     """betas: the exponent of each scale, from the finest one.  sigma, k1, k2: as in ssim.
 
     Each side of an image has 11 px or more at the coarsest scale: 176 px with five betas, 44 px with three.

@@ -100,7 +100,8 @@ class Asker:
             found = torch.stack([self._of_image(self._output(image, dims)) for dims in self.mirrors]).mean(0)
             return [self._named(path, row) for path, row in zip(paths, found, strict=True)]
         if labels_of(self.parts.task) == "image":
-            return [Answer(path, [], [], pixels=pixels) for path, pixels in zip(paths, self._restored(image, batch), strict=True)]
+            restored = zip(paths, self._restored(image, batch), strict=True)
+            return [Answer(path, [], [], pixels=pixels) for path, pixels in restored]
         labels, likely = self._of_pixels(image, batch)
         likelies = [None] * len(labels) if likely is None else list(likely.cpu())
         return [self._counted(*one) for one in zip(paths, images, labels.cpu(), likelies, strict=True)]

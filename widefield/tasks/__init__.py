@@ -27,8 +27,8 @@ class Task(Protocol):
     """The metric that is the result, as a key of `metrics()`."""
     higher_is_better: bool
     # further attributes may be set: `labels`, the kind of its targets; `percent = False` where its metrics are no shares;
-    # `sums` and `finish`, as widefield.losses.LossOfSums has them; `measures(output, target)`, (B, M) numbers of each image, where
-    # metrics are no sums over pixels: its metrics are then updated by `add(measures)`, and ranks that share images make them together
+    # `sums` and `finish`, as widefield.losses.LossOfSums has them; `measures(output, target)`, (B, M) numbers of each image,
+    # where metrics are no sums over pixels: these are then updated by `add(measures)`, which ranks of an image make together
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
         """The sum of the loss over samples (or pixels), a scalar."""

@@ -1,7 +1,7 @@
 """Image to image: an image from another one, as without noise, or of more pixels; PSNR and SSIM of all images.
 
-Pixels of outputs and targets are scaled as those of the input are, before mean and std: integers to 0..1, whatever range an image
-has.  So the range of the data, on which PSNR and SSIM depend, is 1.
+Pixels of outputs and targets are scaled as those of the input are, before mean and std: integers to 0..1, whatever range an
+image has.  So the range of the data, on which PSNR and SSIM depend, is 1.
 
 Each image has its PSNR and SSIM from sums over its pixels, which add up over tiles, in float64; a window of SSIM that reaches
 beyond a tile reads its neighbours.
@@ -66,7 +66,7 @@ def measures_of(answers: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Restoration(WithLoss):
-    """Targets are (B, K, *pixels) images of `scale` times the input's pixels along each dim.  loss: None is the absolute error."""
+    """Targets are (B, K, *pixels) images of `scale` times the input's pixels along each dim.  loss: None is L1."""
 
     num_classes: int
     scale: int = 1
@@ -102,14 +102,16 @@ class Restoration(WithLoss):
 
 
 def build(num_classes: int, *, scale: int = 1) -> Restoration:
-    """scale: how many pixels of the target an input's pixel is, along each dim: 1 of denoising, 2 or more of super-resolution."""
+    """scale: how many of the target's pixels a pixel of the input is, along each dim: 1, or 2 or more of super-resolution."""
     if type(scale) is not int or scale < 1:
         raise ValueError(f"task.options.scale is {scale!r}; a whole number of 1 or more is wanted, as 2 for twice the pixels")
     return Restoration(num_classes, scale)
 
 
 _TARGET = torch.full((2, 1, 6, 6), 0.5, dtype=torch.float64)
-_OUTPUT = _TARGET + torch.tensor([0.125, 0.25], dtype=torch.float64).view(2, 1, 1, 1)  # SSIM without contrast, as in losses/ssim
+_OUTPUT = _TARGET + torch.tensor([0.125, 0.25], dtype=torch.float64).view(
+    2, 1, 1, 1
+)  # SSIM without contrast, as in losses/ssim
 
 CASES = [
     (build(1), _OUTPUT[:1], _TARGET[:1], {"psnr_all": float(_decibels(torch.tensor(0.125**2, dtype=torch.float64)))}),

@@ -85,7 +85,9 @@ def tile_of(tensor: Tensor, mesh: Mesh, *, scale: int = 1) -> Tensor:
     if type(tensor) is not TiledTensor:
         return tensor
     extents = tensor.shape[tensor.ndim - len(mesh.grid.sizes) :]
-    cuts = [[scale * at for at in natural_cut(extent // scale, size)] for extent, size in zip(extents, mesh.grid.sizes, strict=True)]
+    cuts = [
+        [scale * at for at in natural_cut(extent // scale, size)] for extent, size in zip(extents, mesh.grid.sizes, strict=True)
+    ]
     return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, cuts))
 
 

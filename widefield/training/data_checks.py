@@ -93,8 +93,8 @@ def _check_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
         )
     if config.data.intensity.name not in ("range", "window"):
         raise ValueError(
-            f"data.intensity={config.data.intensity.name} has no range of pixels that is known beforehand, on which PSNR and SSIM "
-            "depend; set data.intensity=range, or window with its center and width"
+            f"data.intensity={config.data.intensity.name} has no range of pixels that is known beforehand, on which PSNR and "
+            "SSIM depend; set data.intensity=range, or window with its center and width"
         )
 
 
@@ -104,7 +104,7 @@ _LABELS_IN_WORDS: dict[Labels, str] = {
     "values": "numbers per image",
     "pixels": "one per pixel",
     "layers": "any number of classes per pixel",
-    "image": "an image per image",
+    "image": "images as targets",
 }
 _TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation", "image": "restoration"}
 

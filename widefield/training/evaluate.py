@@ -145,7 +145,7 @@ class _Counts:
         self.channels = batch.shape[0]
 
     def _add_metrics(self, answers: Tensor, target: Tensor, measures: Tensor | None, *, pixels: bool) -> None:
-        """measures: see Task; those of whole images, which every rank of the copy has.  pixels: whether each counts its tile."""
+        """measures: see Task; of whole images, the same on every rank of the copy.  pixels: whether each counts its tile."""
         if measures is not None and self.first:
             for metric in self.metrics.values():
                 metric.add(measures)

@@ -103,7 +103,8 @@ def _check(config: RunConfig, dataset: Dataset) -> None:
     if data.patches.foreground and not _has_classes(dataset):
         raise ValueError(
             f"data.patches.foreground={data.patches.foreground:g} is a share of patches on labelled pixels and data.name="
-            f"{data.name} has {dataset.labels} and no labelled pixels; leave it out, or set data.tissue=otsu for patches on tissue"
+            f"{data.name} has {dataset.labels} and no labelled pixels; leave it out, or set data.tissue=otsu for patches on "
+            "tissue"
         )
     wrong = [number for number in data.patches.classes or () if number >= len(dataset.classes)]
     if wrong:

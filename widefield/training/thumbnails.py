@@ -34,8 +34,8 @@ SAMPLED = 8
 class Thumbnail:
     """One rank's part of the thumbnail of image number `index`, or all of it.
 
-    image: (1 or 3, h, w) uint8.  truth, prediction: (h, w) class numbers; empty where the image has one class; where answers are
-    images, these: (1 or 3, h, w) uint8.
+    image: (1 or 3, h, w) uint8.  truth, prediction: (h, w) class numbers; empty where the image has one class; where answers
+    are images, (1 or 3, h, w) uint8.
     top, left: its place in the whole thumbnail, which has `shape` (h, w); the image has `size` (H, W) pixels.
     counted: pixels of the window, not of the thumbnail, that have a label; right: those predicted right.
     view: of a volume, which one it is; `size` is then (D, H, W).  voxels: where parts of ranks lie over each other and their

@@ -1,7 +1,7 @@
 """Degraded pages with the clean ones as targets: fewer pixels, and noise.
 
-A pixel's noise is a sum of eight hashed bytes, which is nearly normal, in integers; so a window is that part of the whole bit for
-bit, as of the pages themselves.
+A pixel's noise is a sum of eight hashed bytes, which is nearly normal, in integers; so a window is that part of the whole bit
+for bit, as of the pages themselves.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def paired(train: Any, evaluate: Any, degrade: Degradation, size: tuple[int, int
     """Degraded pages with their targets.  ValueError: the pages' sides are no multiples of the scale."""
     if any(extent % degrade.scale for extent in size):
         raise ValueError(
-            f"data.options.size is {list(size)}, of the targets, and inputs have a {degrade.scale}th of that along each dim; take "
-            f"multiples of scale={degrade.scale}"
+            f"data.options.size is {list(size)}, of the targets, and a pixel of the input is {degrade.scale} of theirs along "
+            f"each dim; take multiples of scale={degrade.scale}"
         )
     splits = [PagePairs(pages, degrade, f"noise/{pages.split}/{pages.seed}") for pages in (train, evaluate)]
     about = {"in_memory": False, "labels": "image", "scale": degrade.scale}

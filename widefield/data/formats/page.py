@@ -188,13 +188,7 @@ def open_dataset(
     if config.path is not None or config.hold_out is not None:
         raise ValueError("data.name=page is built in; leave data.path and data.hold_out out")
     _check(size=size, pages=pages, digit_px=digit_px)
-    chance = digits_per_megapixel * digit_px[1] ** 2 / 1e6
-    if not 0 < chance <= 1:
-        raise ValueError(
-            f"data.options.digits_per_megapixel is {digits_per_megapixel:g}; digits of up to {digit_px[1]} px want a number "
-            f"above 0 and up to {1e6 / digit_px[1] ** 2:.0f}, so that they do not overlap"
-        )
-    layout = PageLayout((size[0], size[1]), (digit_px[0], digit_px[1]), chance)
+    layout = _layout_of(size, digit_px, digits_per_megapixel)
     scans = digits.open_dataset(DataConfig(name="digits"))
     train, evaluate = (
         Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]
@@ -205,6 +199,17 @@ def open_dataset(
     names = ["background", *scans.classes]
     # mean and standard deviation of the pixels of the 64 training pages that the defaults make
     return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, labels="pixels")
+
+
+def _layout_of(size: tuple[int, int], digit_px: tuple[int, int], digits_per_megapixel: float) -> PageLayout:
+    """ValueError: more digits than there are cells, or none."""
+    chance = digits_per_megapixel * digit_px[1] ** 2 / 1e6
+    if not 0 < chance <= 1:
+        raise ValueError(
+            f"data.options.digits_per_megapixel is {digits_per_megapixel:g}; digits of up to {digit_px[1]} px want a number "
+            f"above 0 and up to {1e6 / digit_px[1] ** 2:.0f}, so that they do not overlap"
+        )
+    return PageLayout((size[0], size[1]), (digit_px[0], digit_px[1]), chance)
 
 
 def _check(**options: tuple[int, int]) -> None:

@@ -11,39 +11,26 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from widefield.data.added_transforms import ClassBalancedCrop
 from widefield.data.spatial.axis_warp import AxisMap, AxisWarp
 from widefield.data.spatial.coordinate_map import CoordinateMap
 from widefield.data.spatial.elastic import Elastic
 from widefield.data.spatial.warp import Warp
-from widefield.data.transforms import Step
 from widefield.geometry.box import Box, covering, enlarged, hull
 
 
-def check_moves_image(step: Step, where: str, scale: int) -> None:
-    """NotImplementedError: a transform that a target image cannot follow.  where: the list that has it."""
-    if isinstance(step.run, ClassBalancedCrop):
-        raise NotImplementedError(
-            f"{where} has ClassBalancedCrop, which is centred on a pixel of a class, and here targets are images; use RandomCrop"
-        )
-    if scale > 1 and step.name == "ElasticTransform":
-        raise NotImplementedError(
-            f"{where} has ElasticTransform, whose displacements are drawn for one grid, and targets have {scale} times as many "
-            "pixels along each dim; leave it out"
-        )
-
-
 def enlarged_map(map: CoordinateMap | AxisMap, scale: int) -> CoordinateMap | AxisMap:
-    """The map of the target; `map` itself with a scale of 1."""
+    """The map of the target; `map` itself with a scale of 1.  NotImplementedError: displacements, which are of one grid."""
     if scale == 1:
         return map
+    if isinstance(map, CoordinateMap) and any(isinstance(element, Elastic) for element in map.chain):
+        raise NotImplementedError(f"an elastic displacement has no map on a grid of {scale} times the pixels; leave it out")
     source, output = (tuple(scale * extent for extent in size) for size in (map.source, map.output))
     if isinstance(map, AxisMap):
         start = tuple(scale * at + (0 if sign > 0 else scale - 1) for sign, at in zip(map.sign, map.start, strict=True))
         return AxisMap(source, output, map.sign, start)
     grid = np.array([[scale, 0, (scale - 1) / 2], [0, scale, (scale - 1) / 2], [0, 0, 1]])
     back = np.linalg.inv(grid)
-    chain = tuple(grid @ element @ back for element in map.chain if not isinstance(element, Elastic))
+    chain = tuple(grid @ element @ back for element in map.chain)
     return CoordinateMap((source[0], source[1]), (output[0], output[1]), chain)
 
 
