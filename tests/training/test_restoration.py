@@ -12,6 +12,7 @@ from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMe
 
 from widefield.comm.mesh import Mesh, World
 from widefield.config import RunConfig, StreamConfig, parse_config, read_config
+from widefield.planner.emulation import emulated_step, stand_in_data
 from widefield.plans import Plan
 from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
 
@@ -177,3 +178,11 @@ def test_a_model_of_another_size_and_images_smaller_than_the_window_are_refused(
 def test_a_float_recipe_has_a_default_loss():
     short = parse_config("data: {name: page, options: {pairs: true}}\nmodel: {name: restorer}\ntask: {name: restoration}", [])
     assert assemble(short, Mesh(ALONE, World(), CPU)).task.sentence({"psnr": 20.0, "ssim": 0.5}) == "PSNR 20.00 dB, SSIM 0.5000"
+
+
+@pytest.mark.parametrize("space", [[1, 1], [2, 1]], ids=str)
+def test_a_step_of_pairs_is_emulated_without_data(space):
+    """As the planner does it: an image of zeros with a target of twice the pixels."""
+    given = stand_in_data((1, 24, 18), classes=1, samples=4, task="restoration", scale=2)
+    small = config(*TWICE, f"mesh.space={space}", "data.augment=[]")
+    assert emulated_step(small, ranks=space[0], given=given).peak_bytes > 0
