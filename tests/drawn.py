@@ -12,7 +12,7 @@ from widefield.data import Dataset
 CLASSES, IGNORED, IMAGES = 3, 255, 5
 TASKS = {
     "class": "classification", "classes": "multilabel", "values": "regression", "pixels": "segmentation",
-    "layers": "multilabel_segmentation",
+    "layers": "multilabel_segmentation", "image": "restoration",
 }  # fmt: skip
 """The task of each kind of targets."""
 
@@ -36,6 +36,8 @@ class Drawn:
             return index % CLASSES
         if self.labels == "values":
             return torch.randn(CLASSES, generator=generator)
+        if self.labels == "image":
+            return torch.randint(0, 256, (CLASSES, 9, 10), dtype=torch.uint8, generator=generator)
         shape = {"classes": (CLASSES,), "layers": (CLASSES, 9, 10), "pixels": (9, 10)}[self.labels]
         if self.labels != "pixels":
             return torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator)
@@ -68,4 +70,4 @@ def net_for(labels: str) -> Net:
     """The same weights in each call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Net(whole=labels not in ("pixels", "layers"))
+        return Net(whole=labels not in ("pixels", "layers", "image"))

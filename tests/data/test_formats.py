@@ -66,6 +66,11 @@ def test_every_format_gives_its_images_with_a_class_and_a_name(tmp_path, name, s
             image.dtype == dataset.dtype and image.ndim == 1 + dataset.dims and len(image) == dataset.channels
             for image, _ in read
         )
+        if dataset.labels == "image":
+            for image, target in read:
+                wanted = (classes, *(dataset.scale * extent for extent in image.shape[1:]))
+                assert target.shape == wanted and target.dtype == image.dtype
+            continue
         found = {label for _, labels in read for label in torch.as_tensor(labels).unique().tolist()}
         assert found - {255} == set(range(classes))  # 255: of pixels that do not count
         assert all(isinstance(labels, int) != dataset.pixels for _, labels in read)

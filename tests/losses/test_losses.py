@@ -52,7 +52,7 @@ def test_a_loss_of_pixels_that_all_do_not_count_is_0(name, options):
         ("tversky", PIXELS, {"alpha": -1}, "alpha is -1 and beta is 0.7; numbers of 0 or more are wanted"),
         ("focal", CLASS, {"gamma": -1}, "gamma is -1; a number of 0 or more is wanted"),
         ("huber", Targets("values", 1), {"delta": 0}, "delta is 0; a number above 0 is wanted"),
-        ("mse", CLASS, {}, "task.loss=mse is for targets of the kinds values and the task learns 'class'"),
+        ("mse", CLASS, {}, "task.loss=mse is for targets of the kinds values, image and the task learns 'class'"),
         ("l1", Targets("values", 1, weights=torch.ones(1)), {}, "takes no class weights: numbers have no classes"),
         ("cross_entropy", CLASS, {"label_smoothing": 1}, "label_smoothing is 1; a number from 0 to below 1"),
         ("dice_cross_entropy", Targets("layers", 2), {"label_smoothing": 0.1}, "several classes per pixel have none"),

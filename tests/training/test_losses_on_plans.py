@@ -11,6 +11,9 @@ from drawn import CLASSES, IGNORED, IMAGES, TASKS, images_of, net_for
 from ranks import on_ranks
 from torch import Tensor
 from torch.nn import functional as F
+from torchmetrics.functional.image import multiscale_structural_similarity_index_measure as ms_ssim
+from torchmetrics.functional.image import structural_similarity_index_measure as ssim
+from torchmetrics.functional.image import total_variation
 
 from widefield.comm.mesh import Mesh, World
 from widefield.config import RunConfig, StreamConfig, parse_config
@@ -78,6 +81,13 @@ def overlap(output: Tensor, target: Tensor, *, batch: bool, first: int = 0, alph
     return 1 - torch.stack([score(p, truth, alpha) for p, truth in pairs]).mean()
 
 
+TERMS = "{l1: 1, ssim: {weight: 0.3}, total_variation: 0.1}"
+
+
+def variation(output: Tensor) -> Tensor:
+    return total_variation(output, "mean") / output[0].numel()
+
+
 Formula = Callable[[Tensor, Tensor], Tensor]
 LOSSES: dict[str, tuple[str, list[str], Formula]] = {
     "weighted": ("pixels", [f"task.class_weights={WEIGHTS}"], lambda o, t: entropy(o, t, WEIGHTS)),
@@ -104,6 +114,16 @@ LOSSES: dict[str, tuple[str, list[str], Formula]] = {
             lambda o, t: F.multi_margin_loss(o, t, margin=0.5)),
     "classes": ("classes", [], binary),
     "classes focal": ("classes", ["task.loss=focal"], binary_focal),
+    "image l1": ("image", [], lambda o, t: F.l1_loss(o, t)),
+    "image mse": ("image", ["task.loss=mse"], lambda o, t: F.mse_loss(o, t)),
+    "charbonnier": ("image", ["task.loss=charbonnier", "task.loss_options.epsilon=0.01"],
+                    lambda o, t: ((o - t) ** 2 + 1e-4).sqrt().mean()),
+    "ssim": ("image", ["task.loss=ssim"], lambda o, t: 1 - ssim(o, t, data_range=1.0)),
+    "ms_ssim": ("image", ["task.loss=ms_ssim", "task.loss_options={sigma: 0.3, betas: [0.4, 0.6]}"],
+                lambda o, t: 1 - ms_ssim(o, t, sigma=0.3, kernel_size=3, data_range=1.0, betas=(0.4, 0.6), normalize="relu")),
+    "total_variation": ("image", ["task.loss=total_variation"], lambda o, t: variation(o)),
+    "weighted images": ("image", ["task.loss=weighted", f"task.loss_options.terms={TERMS}"],
+                 lambda o, t: F.l1_loss(o, t) + 0.3 * (1 - ssim(o, t, data_range=1.0)) + 0.1 * variation(o)),
     "mse": ("values", [], lambda o, t: F.mse_loss(o, t.double())),
     "l1": ("values", ["task.loss=l1"], lambda o, t: F.l1_loss(o, t.double())),
     "huber": ("values", ["task.loss=huber", "task.loss_options.delta=0.7"],
@@ -153,18 +173,24 @@ def plain(name: str, passes: int = 1) -> Found:
     """The same by the formula, on all images at once or, of a loss of passes, on those of each pass."""
     labels, _, formula = LOSSES[name]
     parts = parts_of(name, Mesh(Plan(), World(), CPU))
-    model, dtype = parts.model, torch.float64 if labels == "values" else torch.int64
+    model = parts.model
     (batch,) = training_batches(parts, first=0, last=1)
+    wanted = in_units(batch.target, labels)
     groups = torch.arange(IMAGES).tensor_split(passes) if name in OF_A_PASS else [torch.arange(IMAGES)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = [len(rows) / IMAGES * formula(model(scaled(batch.image[rows])), batch.target[rows].to(dtype)) for rows in groups]
+    losses = [len(rows) / IMAGES * formula(model(scaled(batch.image[rows])), wanted[rows]) for rows in groups]
     loss = torch.stack(losses).sum()
     loss.backward()
     optimizer.step()
     every = [parts.dataset.evaluate.read(index) for index in range(IMAGES)]
     images, targets = torch.stack([image for image, _ in every]), torch.stack([torch.as_tensor(target) for _, target in every])
     weights = {key: value.detach().clone() for key, value in model.named_parameters()}
-    return Found(loss.item(), weights, formula(model(scaled(images)), targets.to(dtype)).item())
+    return Found(loss.item(), weights, formula(model(scaled(images)), in_units(targets, labels)).item())
+
+
+def in_units(target: Tensor, labels: str) -> Tensor:
+    """As the task gets it."""
+    return target.double() / 255 if labels == "image" else target.double() if labels == "values" else target.long()
 
 
 def scaled(image: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 class TaskConfig(Section):
     name: str = "classification"
-    """A file in widefield/tasks/ (`classification`, `multilabel`, `regression`, `segmentation`, `multilabel_segmentation`), or
-    `package.module:callable`."""
+    """A file in widefield/tasks/ (`classification`, `multilabel`, `regression`, `segmentation`, `multilabel_segmentation`,
+    `restoration`), or `package.module:callable`."""
     options: Options = {}
-    """Arguments of the task: for classification `label_smoothing: 0.1`, for segmentation `ignore_index: 255`."""
+    """Arguments of the task: for classification `label_smoothing: 0.1`, for segmentation `ignore_index: 255`, for restoration
+    `scale: 2`."""
     loss: str | None = None
-    """A file in widefield/losses/ (`focal`, `dice`, `dice_cross_entropy`, `tversky`, `huber`, ...), or
+    """A file in widefield/losses/ (`focal`, `dice`, `dice_cross_entropy`, `huber`, `ssim`, ...), or
     `package.module:callable`, also a class, as `torch.nn:MultiMarginLoss`; the task's own where null."""
     loss_options: Options = {}
     """Arguments of the loss: for focal `gamma: 2`, for dice `batch: true`."""

@@ -70,7 +70,7 @@ class Dataset:
     in_memory: bool
     """Whether reading copies from memory, so that worker processes gain nothing."""
     labels: Labels = "class"
-    """What the targets are.  `classes` are the names of the classes, or of the values."""
+    """What the targets are.  `classes` are the names of the classes, of the values, or of an image's channels."""
     dtype: torch.dtype = torch.uint8
     """Of the images; those of floating-point pixels may have any floating dtype."""
     intensity: Intensity = Intensity()
@@ -82,11 +82,18 @@ class Dataset:
     """The grid that images were brought to, and that predicted ones are."""
     channel_files: int = 0
     """Of how many files an image is, CASE_0000 and so on, one per channel; 0: of one, of any name."""
+    scale: int = 1
+    """Of targets that are images: how many of their pixels an image's pixel is, along each dim."""
 
     @property
     def pixels(self) -> bool:
-        """Whether every pixel has a label, and not every image."""
-        return self.labels in ("pixels", "layers")
+        """Whether every pixel has a label, or a value of another image, and not every image."""
+        return self.labels in ("pixels", "layers", "image")
+
+    @property
+    def image_scale(self) -> int | None:
+        """`scale` where targets are images, else None."""
+        return self.scale if self.labels == "image" else None
 
     @property
     def moves_as_one(self) -> bool:

@@ -29,9 +29,9 @@ def target_of(images: Images, index: int) -> Any:
 def label_counts(target: int | Tensor, labels: str) -> dict[int, int]:
     """How often each label stands in one target: once, or in so many pixels, also of those that do not count.
 
-    labels: the kind of targets; "values" have no labels.
+    labels: the kind of targets; "values" and "image" have no labels.
     """
-    if labels == "values":
+    if labels in ("values", "image"):
         return {}
     target = torch.as_tensor(target)
     if labels in ("classes", "layers"):

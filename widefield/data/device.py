@@ -42,7 +42,8 @@ class Preparation:
         """Images (B, C, *pixels) of `dtype`, and targets.
 
         Targets by kind: class: (B,) int64, or (B, num_classes) shares of mixed images.  classes, values: (B, K) of `dtype`.
-        pixels: (B, *pixels) int64.  layers: (B, K, *pixels) uint8, an eighth of the bytes.
+        pixels: (B, *pixels) int64.  layers: (B, K, *pixels) uint8, an eighth of the bytes.  image: (B, K, *pixels) of `dtype`,
+        scaled as images are, without mean and std: integers to 0..1.
         """
         image = batch.image.to(self.device, non_blocking=True)
         target = self._target(batch.target.to(self.device, non_blocking=True))
@@ -62,7 +63,18 @@ class Preparation:
         """After the move, since labels of pixels may be uint8."""
         if self.labels == "layers":
             return target
+        if self.labels == "image":
+            low, high = self.range_of(target.dtype)
+            target = target.to(self.dtype)
+            target = target if self.intensity.clip is None else target.clamp(low, high)
+            return (target - low) / (high - low)
         return target.to(self.dtype) if self.labels in ("classes", "values") else target.long()
+
+    def range_of(self, dtype: torch.dtype) -> tuple[float, float]:
+        """The pixel values that are 0 and 1 in targets that are images; data_checks.py refuses others for each channel."""
+        known = self.intensity.of(self.pixel_dtype or dtype)
+        assert known.low is not None and known.high is not None
+        return known.low[0], known.high[0]
 
     def scaled(self, image: Tensor, moments: Tensor | None = None) -> Tensor:
         """((pixel - low) / (high - low) - mean) / std of images on the device, as one multiply-add after the pixel's own shift.

@@ -24,7 +24,7 @@ from widefield.data.mixing import mixed
 from widefield.data.order import Key
 from widefield.data.pixel_transforms import PixelTransforms, without_labels
 from widefield.data.sources import OfImages, Source, read_seeded
-from widefield.data.targets import check_target, part_of
+from widefield.data.targets import check_target, check_target_image, part_of
 from widefield.data.transforms import Transforms
 from widefield.geometry.box import slices
 from widefield.image_files.bytes_read import bytes_read
@@ -67,6 +67,8 @@ class SampleReader(Dataset):
     intensity: Intensity = Intensity()
     moves: PixelTransforms | None = None
     """All transforms, where pixels have labels; the fields `transforms` and `augment` are not used then."""
+    image_scale: int | None = None
+    """Of targets that are images, how many of their pixels an image's pixel is along each dim; None of other targets."""
 
     def __post_init__(self) -> None:
         if self.intensity.each_image is not None and not isinstance(self.images, MeasuredImages):
@@ -164,12 +166,13 @@ class SampleReader(Dataset):
         if self.window is None:
             return _Sample(key, image, target, shape, None)
         window = self.window(shape[1:])
-        return _Sample(key, image[..., *slices(window)], part_of(target, window), shape, window)
+        return _Sample(key, image[..., *slices(window)], part_of(target, window, scale=self.image_scale or 1), shape, window)
 
     def _moved(self, moves: PixelTransforms, key: Key, seeds: dict[str, int]) -> _Sample:
         """The image and its labels, or this rank's window of them, moved as one."""
         seed = key.seed(self.seed, "dataset")
-        source: Source | OfImages = OfImages(self._images_of(key), key.index, seed=seed, check=partial(self._check_labels, key))
+        check, scale = partial(self._check_labels, key), self.image_scale or 1
+        source: Source | OfImages = OfImages(self._images_of(key), key.index, seed=seed, check=check, scale=scale)
         target, index = None, None if hasattr(self.images, "of_epoch") else key.index  # what is kept is of the same pixels
         try:
             if not moves.labelled:
@@ -183,7 +186,11 @@ class SampleReader(Dataset):
         return _Sample(key, view.image, view.labels if target is None else target, view.shape, view.window)
 
     def _check_labels(self, key: Key, image: Tensor, target: int | Tensor) -> None:
-        check_target(self.images.name_of(key.index), image, target, num_classes=self.num_classes, ignore=self.ignore)
+        name, classes = self.images.name_of(key.index), self.num_classes
+        if self.image_scale is None:
+            check_target(name, image, target, num_classes=classes, ignore=self.ignore)
+        else:
+            check_target_image(name, image, target, channels=classes, scale=self.image_scale)
 
     def _dummy(self, key: Key) -> _Sample:
         """The next image that can be read, for its shape."""
@@ -285,18 +292,18 @@ def reader_of(
     pixels: bool = False,
     moves_as_one: bool | None = None,
     dims: int = 2,
+    image_scale: int | None = None,
 ) -> SampleReader:
     """The reader that a config asks for; pixels: whether they have labels; moves_as_one: see Dataset, None for as `pixels`.
 
     Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
     """
-    listed = config.read if train else config.read_evaluate
     moves_as_one = pixels if moves_as_one is None else moves_as_one
     on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
-    read = Transforms(listed, field="data.read" if train else "data.read_evaluate")
+    read = Transforms(config.read if train else config.read_evaluate, field="data.read" if train else "data.read_evaluate")
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
-    about = {"num_classes": num_classes, "ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims}
-    moves = PixelTransforms(read, augment, **about) if moves_as_one else None
+    about = {"ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims, "image_scale": image_scale}
+    moves = PixelTransforms(read, augment, num_classes=num_classes, **about) if moves_as_one else None
     return SampleReader(
         images=images,
         transforms=read,
@@ -304,10 +311,10 @@ def reader_of(
         moves=moves if moves is not None and moves.does_anything else None,
         num_classes=num_classes,
         seed=seed,
-        mixup=config.mixup if train else 0.0,
-        cutmix=config.cutmix if train else 0.0,
+        **({"mixup": config.mixup, "cutmix": config.cutmix} if train else {}),
         bad_images=config.bad_images,
         window=window,
         ignore=ignore,
         intensity=intensity or Intensity(),
+        image_scale=image_scale,
     )

@@ -9,6 +9,9 @@ list would on what it gives.
 Everything is drawn from a sample's seeds and the size of the whole, so all windows of an image agree.
 
 Volumes go the same way.  What moves their voxels are flips and crops, which are exact (spatial/axis_warp.py).
+
+A target that is an image, of `scale` times as many pixels, is moved as the image is, with its interpolation, by the same map on
+its own grid.  Transforms of colour, and a user's own, change the image alone: what they do is a part of its degradation.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ from widefield.data.sources import InMemory, Source, everything
 from widefield.data.spatial.axis_warp import AxisMap, AxisWarp
 from widefield.data.spatial.boxes import moved_points
 from widefield.data.spatial.coordinate_map import CoordinateMap, SpatialMove, composed
+from widefield.data.spatial.enlarged_maps import moved_target, source_box
 from widefield.data.spatial.moves import MOVES, crop_at, drawn
 from widefield.data.spatial.volume_moves import CROPS, FLIPS, VOLUME_MOVES, crop_of, drawn_flip
 from widefield.data.spatial.warp import Warp
+from widefield.data.targets import degraded
 from widefield.data.transforms import COLOURS_OF_VOLUMES, KEEP_PIXELS_IN_PLACE, Step, Transforms, seed_of, seeded, seeded_for
 from widefield.geometry.box import Box, full_box, slices, within
 
@@ -93,20 +98,25 @@ class PixelTransforms:
         ignore: int | None = None,
         labelled: bool = True,
         dims: int = 2,
+        image_scale: int | None = None,
     ) -> None:
         """labelled: False where the image alone is moved, with labels of no meaning.  dims: 3 of volumes.
+
+        image_scale: of targets that are images.
 
         ValueError, NotImplementedError: transforms that do not move labels, or of which one map cannot be made.
         """
         listed = {"read": read, "augment": augment}
+        marked = labelled and image_scale is None
         entries = [
-            Entry(name, number, step, labelled) for name, given in listed.items() for number, step in enumerate(given.steps)
+            Entry(name, number, step, marked) for name, given in listed.items() for number, step in enumerate(given.steps)
         ]
         check = _check_moves_labels if dims == 2 else _check_is_of_volumes
         for entry in entries:
             check(entry, listed[entry.listed].field)
         self.phases = _phases(entries)
         self.num_classes, self.ignore, self.labelled, self.dims = num_classes, ignore, labelled, dims
+        self.image_scale = image_scale
         self._settings = [_settings(phase.moves if dims == 2 else _crops(phase.moves)) for phase in self.phases]
         self._balanced = BalancedCrops(num_classes)
 
@@ -130,7 +140,7 @@ class PixelTransforms:
         view: View | None = None
         maps: tuple[CoordinateMap | AxisMap, ...] = ()
         for number in range(len(self.phases)):
-            source = source if view is None else InMemory(view.image, view.labels)
+            source = source if view is None else InMemory(view.image, view.labels, self._scale)
             last = number == len(self.phases) - 1
             view = self._phase(number, source, seeds, window_of if last else None, index if number == 0 else None)
             maps += view.maps
@@ -145,27 +155,39 @@ class PixelTransforms:
         whole = full_box(warp.map.output)
         asked = whole if window_of is None else window_of(warp.map.output)
         window = whole if phase.ends_whole else asked
-        box = warp.source_box(window) if phase.moves else window
+        box = source_box(warp, window, self._scale) if phase.moves else window
         wide = box if all(entry.step.is_pointwise for entry in phase.before) else everything(source)
         image, labels = _coloured(phase.before, *source.read(wide), seeds)
         if phase.moves:
             image, labels = self._moved(warp, image, labels, wide, window)
         elif wide != window:
-            image, labels = image[..., *within(wide, window)], labels[..., *within(wide, window)]
+            image, labels = self._cut(image, labels, within(wide, window))
         image, labels = _coloured(phase.after, image, labels, seeds)
         if phase.own is not None:
             image, labels = _coloured([phase.own], image, labels, seeds)
             whole = full_box(image.shape[1:])
             asked = window = whole if window_of is None else window_of(tuple(image.shape[1:]))
-            image, labels = image[..., *slices(asked)], labels[..., *slices(asked)]
+            image, labels = self._cut(image, labels, slices(asked))
         elif window != asked:
-            image, labels = image[..., *slices(asked)], labels[..., *slices(asked)]
+            image, labels = self._cut(image, labels, slices(asked))
         shape = (len(image), *(run.stop for run in whole))
         return View(image, labels, shape, None if window_of is None else asked, (warp.map,))
+
+    @property
+    def _scale(self) -> int:
+        return self.image_scale or 1
+
+    def _cut(self, image: Tensor, labels: Tensor, part: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """The same part of both."""
+        by = self._scale
+        return image[..., *part], labels[..., *(slice(by * one.start, by * one.stop) for one in part)]
 
     def _moved(self, warp: Warp | AxisWarp, image: Tensor, labels: Tensor, box: Box, window: Box) -> tuple[Tensor, Tensor]:
         if len(warp.fill) not in (1, len(image)):
             raise ValueError(f"fill has {len(warp.fill)} numbers and images have {len(image)} channels; give one, or one each")
+        if self.image_scale is not None:
+            moved, _ = warp.view(image, None, box, window, outside=None)
+            return moved, moved_target(warp, labels, box, window, self.image_scale)
         moved, marks = warp.view(image, labels, box, window, outside=self.ignore)
         assert marks is not None
         return moved, marks
@@ -280,6 +302,8 @@ def _users(entry: Entry, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
     name = f"data.{entry.listed}: {entry.step.name}"
     if entry.labelled:
         made = entry.step.run(tv_tensors.Image(image), tv_tensors.Mask(labels))
+    elif labels.ndim == image.ndim:
+        return degraded(entry.step.run(image), image, name), labels
     else:
         changed = entry.step.run(image)
         made = changed, labels.new_zeros(changed.shape[1:]) if isinstance(changed, Tensor) else None

@@ -231,13 +231,16 @@ def check_kind(channels: int | None, dtype: str | None) -> None:
         raise ValueError(f"data.options.channels is {channels!r}; give a number of channels, as 1 for grey or 3 for RGB")
 
 
+_OF_TARGETS = {"values": "values", "image": "channels of targets"}
+
+
 def described(dataset: Dataset, source: str, more: Sequence[str]) -> str:
     """As `cells/: 40 images to train on, 10 to evaluate, uint16, 1 channel, 3 classes`."""
     kind = str(dataset.dtype).removeprefix("torch.")
     parts = [
         f"{len(dataset.train)} {'images' if dataset.dims == 2 else 'volumes'} to train on, {len(dataset.evaluate)} to evaluate",
         f"{kind}, {dataset.channels} channel{'s' if dataset.channels > 1 else ''}",
-        f"{len(dataset.classes)} {'values' if dataset.labels == 'values' else 'classes'}",
+        f"{len(dataset.classes)} {_OF_TARGETS.get(dataset.labels, 'classes')}",
         *more,
     ]
     return f"{source}: {', '.join(parts)}"

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from widefield.data import Images, WindowedImages
 from widefield.data.transforms import all_seeded
-from widefield.geometry.box import Box, full_box, slices
+from widefield.geometry.box import Box, enlarged, full_box, slices
 
 
 class Source(Protocol):
-    """An image (C, *size) with its labels, (*size) or (K, *size)."""
+    """An image (C, *size) with its labels, (*size) or (K, *size), or with another image, (K, *scale times the size)."""
 
     @property
     def size(self) -> tuple[int, ...]: ...
@@ -29,30 +29,32 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class InMemory:
-    """A whole image with its labels."""
+    """A whole image with its labels.  scale: how many pixels of these a pixel is, along each dim."""
 
     image: Tensor
     marks: Tensor
+    scale: int = 1
 
     @property
     def size(self) -> tuple[int, ...]:
         return tuple(self.image.shape[1:])
 
     def read(self, box: Box) -> tuple[Tensor, Tensor]:
-        return self.image[..., *slices(box)], self.marks[..., *slices(box)]
+        return self.image[..., *slices(box)], self.labels(box)
 
     def labels(self, box: Box) -> Tensor:
-        return self.marks[..., *slices(box)]
+        return self.marks[..., *slices(enlarged(box, self.scale))]
 
 
 class OfImages:
     """Image `index` of a split.  Where the format has no windows, the whole is read once and boxes are cut from it.
 
     check: called with each image and target that is read, to refuse wrong labels.  seed: of a dataset that uses random numbers.
+    scale: of a target image.
     """
 
-    def __init__(self, images: Images, index: int, *, seed: int, check: Callable[[Tensor, Any], None]) -> None:
-        self._images, self._index, self._seed, self._check = images, index, seed, check
+    def __init__(self, images: Images, index: int, *, seed: int, check: Callable[[Tensor, Any], None], scale: int = 1) -> None:
+        self._images, self._index, self._seed, self._check, self._scale = images, index, seed, check, scale
         self._whole: InMemory | None = None
         self._marks: Tensor | None = None
 
@@ -85,13 +87,13 @@ class OfImages:
             return self.read(box)[1]
         if self._marks is None:
             self._marks = target_of(self._index)
-        return self._marks[..., *slices(box)]
+        return self._marks[..., *slices(enlarged(box, self._scale))]
 
     def _read_whole(self) -> InMemory:
         if self._whole is None:
             image, target = read_seeded(self._images, self._index, self._seed)
             self._check(image, target)
-            self._whole = InMemory(image, target)  # type: ignore[arg-type]
+            self._whole = InMemory(image, target, self._scale)  # type: ignore[arg-type]
         return self._whole
 
 

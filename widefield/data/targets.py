@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from widefield.geometry import Interval
-from widefield.geometry.box import slices
+from widefield.geometry.box import enlarged, slices
 
 
 def check_target(name: str, image_CHW: Tensor, target: int | Tensor, *, num_classes: int, ignore: int | None = None) -> None:
@@ -30,6 +32,42 @@ def check_target(name: str, image_CHW: Tensor, target: int | Tensor, *, num_clas
         )
 
 
+def check_target_image(name: str, image: Tensor, target: int | Tensor, *, channels: int, scale: int) -> None:
+    """ValueError: the target is no image of so many channels, of the image's dtype and `scale` times its pixels.
+
+    image: (C, *pixels), or a window of it, and target the same window of its target.
+    """
+    if isinstance(target, int) or target.ndim != image.ndim or len(target) != channels:
+        got = "a number" if isinstance(target, int) else f"of shape {tuple(target.shape)}"
+        raise ValueError(f"the target of {name} is {got} and an image of {channels} channels is wanted; mend the dataset")
+    wanted = tuple(scale * extent for extent in image.shape[1:])
+    if tuple(target.shape[1:]) != wanted:
+        sizes = [" x ".join(map(str, shape)) for shape in (target.shape[1:], image.shape[1:], wanted)]
+        raise ValueError(
+            f"the target of {name} is {sizes[0]} pixels and its input {sizes[1]}, which with a scale of {scale} wants "
+            f"{sizes[2]}; mend one of them, or the scale"
+        )
+    if target.dtype != image.dtype:
+        raise ValueError(
+            f"the target of {name} has pixels of {target.dtype} and its input of {image.dtype}; give both one dtype, since "
+            "they are scaled alike"
+        )
+
+
+def degraded(made: Any, image: Tensor, name: str) -> Tensor:
+    """What a user's transform made of an image whose target is another image, which stays as it is.
+
+    ValueError: it is of another size or dtype, so that it no longer fits its target.
+    """
+    if isinstance(made, Tensor) and made.shape == image.shape and made.dtype == image.dtype:
+        return made.detach().as_subclass(Tensor)
+    got = f"{tuple(made.shape)} of {made.dtype}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+    raise ValueError(
+        f"{name} makes {got} of an image {tuple(image.shape)} of {image.dtype}, whose target is an image that it does not see; "
+        "keep size and dtype, and move pixels by torchvision's transforms, which move both"
+    )
+
+
 def _check_layers(name: str, image_CHW: Tensor, target: Tensor, num_classes: int) -> None:
     if len(target) != num_classes:
         raise ValueError(f"{name} has {len(target)} labels and the classes are {num_classes}; give one per class")
@@ -48,12 +86,12 @@ def _check_size(name: str, size: torch.Size, image_CHW: Tensor) -> None:
         raise ValueError(f"the labels of {name} are {sizes[0]} pixels and its image is {sizes[1]}; mend one of them")
 
 
-def part_of(target: int | Tensor, window: tuple[Interval, ...]) -> int | Tensor:
-    """The part of labels of pixels that is in the window; a target of a whole image stays.
+def part_of(target: int | Tensor, window: tuple[Interval, ...], *, scale: int = 1) -> int | Tensor:
+    """The part of labels of pixels that is in the window; a target of a whole image stays.  scale: of a target image.
 
     >>> part_of(torch.arange(6).view(2, 3), (Interval(1, 2), Interval(0, 2)))
     tensor([[3, 4]])
     """
     if isinstance(target, int) or target.ndim < len(window):
         return target
-    return target[..., *slices(window)]
+    return target[..., *slices(enlarged(window, scale))]

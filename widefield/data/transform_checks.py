@@ -29,11 +29,19 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
             _check_dtype(step, name, config, dataset)
             _check_own(step, name, cut)
             _check_crop(step, name, config, dataset)
+            _check_moves_image(step, name, dataset)
     if not dataset.moves_as_one:
         return []
     none = Transforms([], field="data.augment")
     train, evaluate = (
-        PixelTransforms(lists[read], augment, num_classes=len(dataset.classes), ignore=ignore, dims=dataset.dims)
+        PixelTransforms(
+            lists[read],
+            augment,
+            num_classes=len(dataset.classes),
+            ignore=ignore,
+            dims=dataset.dims,
+            image_scale=dataset.image_scale,
+        )
         for read, augment in (("read", lists["augment"]), ("read_evaluate", none))
     )
     whole = dict.fromkeys([*train.looks_at_all, *evaluate.looks_at_all])
@@ -88,6 +96,20 @@ def _check_own(step: Step, name: str, cut: bool) -> None:
             f"data.{name} has {step.name}, and with mesh.space each rank reads a window, which it would take for the whole "
             "image; if what it makes of a pixel depends on no other pixel and on no place, say so by its attribute "
             "pointwise = True, or leave out mesh.space"
+        )
+
+
+def _check_moves_image(step: Step, name: str, dataset: Dataset) -> None:
+    """NotImplementedError: a transform that targets which are images cannot follow."""
+    if dataset.image_scale is not None and isinstance(step.run, ClassBalancedCrop):
+        raise NotImplementedError(
+            f"data.{name} has ClassBalancedCrop, which is centred on a pixel of a class, and here targets are images; use "
+            "RandomCrop"
+        )
+    if dataset.scale > 1 and step.name == "ElasticTransform":
+        raise NotImplementedError(
+            f"data.{name} has ElasticTransform, whose displacements are drawn for one grid, and targets have {dataset.scale} "
+            "times as many pixels along each dim; leave it out"
         )
 
 

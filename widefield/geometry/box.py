@@ -52,6 +52,29 @@ def within(outer: Box, inner: Box) -> tuple[slice, ...]:
     return tuple(slice(i.start - o.start, max(i.start, i.stop) - o.start) for o, i in zip(outer, inner, strict=True))
 
 
+def enlarged(box: Box, by: int) -> Box:
+    """The box in an image of `by` times as many pixels along each dim.
+
+    >>> enlarged((Interval(1, 3), Interval(0, 2)), 2)
+    (Interval(start=2, stop=6), Interval(start=0, stop=4))
+    """
+    return tuple(Interval(run.start * by, run.stop * by) for run in box)
+
+
+def covering(box: Box, by: int) -> Box:
+    """The smallest box that holds `box` once it is enlarged `by` times.
+
+    >>> covering((Interval(1, 3), Interval(0, 2)), 2)
+    (Interval(start=0, stop=2), Interval(start=0, stop=1))
+    """
+    return tuple(Interval(run.start // by, -(-run.stop // by)) for run in box)
+
+
+def hull(a: Box, b: Box) -> Box:
+    """The smallest box that holds both."""
+    return tuple(Interval(min(x.start, y.start), max(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+
+
 def rest_of(outer: Box, inner: Box) -> list[Box]:
     """Disjoint boxes that together are `outer` without `inner`, at most two per dim.  `inner` must lie within `outer`.
 

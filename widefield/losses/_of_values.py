@@ -1,4 +1,4 @@
-"""Losses of numbers: the mean over samples and values of a loss of each."""
+"""Losses of numbers, or of the pixels of images: the mean over samples and values of a loss of each."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class LossOfValues:
 
 def loss_of_values(name: str, targets: Targets, each: Callable[[Tensor, Tensor], Tensor]) -> Loss:
     """ValueError: targets are no numbers, or there are class weights."""
-    targets.refuse_unless(name, "values")
+    targets.refuse_unless(name, "values", "image")
     targets.refuse_weights(name, "numbers have no classes")
     return LossOfValues(each)

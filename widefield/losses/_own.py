@@ -125,9 +125,9 @@ def _called(losses: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: 
 def _example(targets: Targets) -> tuple[Tensor, Tensor]:
     """Random outputs, and targets as the task has them: float32, and int64 or, of numbers, float32."""
     generator = torch.Generator().manual_seed(0)
-    samples, pixels = 6, (4, 5) if targets.kind in ("pixels", "layers") else ()
+    samples, pixels = 6, (4, 5) if targets.kind in ("pixels", "layers", "image") else ()
     output = torch.randn(samples, targets.outputs, *pixels, generator=generator)
-    if targets.kind == "values":
+    if targets.kind in ("values", "image"):
         return output, torch.randn(output.shape, generator=generator)
     if targets.kind in ("classes", "layers"):
         return output, torch.randint(2, output.shape, generator=generator)

@@ -14,8 +14,9 @@ from widefield.data.batch import Batch
 from widefield.data.pixel_transforms import OfImagesAlone
 from widefield.data.transforms import Transforms
 from widefield.geometry.box import slices
+from widefield.prediction.restored import pixels_of
 from widefield.prediction.transformed import Transformed, ignore_label, transformed, transforms_of
-from widefield.tasks import is_per_pixel, labels_of
+from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.tiled.api import tile_of, whole
 from widefield.training.assemble import Parts
 from widefield.training.batch_sharding import on_tiles
@@ -27,6 +28,7 @@ class Answer:
 
     Several classes per image: the same, each probability by itself.  Values in place of classes: `classes` are their names,
     `values` the numbers, and `probabilities` is empty.
+    Where the answer is an image: `labels`, the path of its file, or `pixels`, (K, *pixels) of the images' dtype; no classes.
     Where every pixel has a class: classes with their shares of the pixels, and the class numbers of the pixels: `labels`, the
     path of a file, or `pixels`, (H, W), or (K, H, W) of 0 and 1 where a pixel may have several classes; (D, H, W) and
     (K, D, H, W) of a volume.
@@ -97,6 +99,9 @@ class Asker:
         if not self.pixels:
             found = torch.stack([self._of_image(self._output(image, dims)) for dims in self.mirrors]).mean(0)
             return [self._named(path, row) for path, row in zip(paths, found, strict=True)]
+        if labels_of(self.parts.task) == "image":
+            restored = zip(paths, self._restored(image, batch), strict=True)
+            return [Answer(path, [], [], pixels=pixels) for path, pixels in restored]
         labels, likely = self._of_pixels(image, batch)
         likelies = [None] * len(labels) if likely is None else list(likely.cpu())
         return [self._counted(*one) for one in zip(paths, images, labels.cpu(), likelies, strict=True)]
@@ -135,20 +140,27 @@ class Asker:
         likely = self._joined(mean.half(), batch) if self.probabilities else None
         return self._joined(self._small(labels), batch), likely
 
+    def _restored(self, image: Tensor, batch: Batch) -> Tensor:
+        """(B, K, *pixels) of whole images, of the dataset's dtype; of several passes, the mean."""
+        mesh, scale = self.parts.mesh, scale_of(self.parts.task)
+        outputs = [tile_of(self._output(image, dims), mesh, scale=scale) for dims in self.mirrors]
+        mean = self._joined(self.parts.task.answers(torch.stack(outputs).mean(0)), batch, scale=scale)
+        return pixels_of(mean, self.parts.preparation(train=False).range_of(batch.image.dtype), batch.image.dtype).cpu()
+
     def _small(self, labels: Tensor) -> Tensor:
         """Labels as uint8 where all classes fit, an eighth of the bytes of int64."""
         return labels.to(torch.uint8) if len(self.parts.dataset.classes) <= 256 else labels
 
-    def _joined(self, tile: Tensor, batch: Batch) -> Tensor:
-        """Whole images of the ranks' tiles."""
-        size = batch.window and tuple(len(run) for run in batch.window)
+    def _joined(self, tile: Tensor, batch: Batch, *, scale: int = 1) -> Tensor:
+        """Whole images of the ranks' tiles.  scale: how many of their pixels an image's pixel is, along each dim."""
+        size = tuple(map(len, batch.window)) if batch.window else tuple(batch.shape[1:])
         answered = tuple(tile.shape[-len(batch.shape[1:]) :])
-        if answered != (size or tuple(batch.shape[1:])):
+        if answered != tuple(scale * extent for extent in size):
             raise ValueError(
                 f"the model answers for {answered} pixels of an image {batch.shape[1:]}; take a model that keeps the image's "
-                "size"
+                f"size{f', and enlarges it {scale} times' if scale > 1 else ''}"
             )
-        return whole(on_tiles(tile, batch, self.parts.mesh))
+        return whole(on_tiles(tile, batch, self.parts.mesh, scale=scale))
 
     def _named(self, path: str, row: Tensor) -> Answer:
         classes = self.parts.dataset.classes

@@ -14,6 +14,7 @@ from widefield.prediction import journal as journals
 from widefield.prediction.answers import Answer
 from widefield.prediction.inputs import Input
 from widefield.prediction.labels import Kinds
+from widefield.prediction.restored import RestoredFiles
 from widefield.prediction.table import write_tables
 from widefield.training.assemble import Parts
 
@@ -26,13 +27,20 @@ class Filing:
     """The folder of the answers, with its journal.  kinds: the files per image; None where images have no pixels' labels."""
 
     folder: Path
-    kinds: Kinds | None
+    kinds: Kinds | RestoredFiles | None
     journal: journals.Journal
     rank: int
 
     @classmethod
     def begin(
-        cls, folder: Path, kinds: Kinds | None, about: dict[str, Any], images: Sequence[Input], mesh: Mesh, *, overwrite: bool
+        cls,
+        folder: Path,
+        kinds: Kinds | RestoredFiles | None,
+        about: dict[str, Any],
+        images: Sequence[Input],
+        mesh: Mesh,
+        *,
+        overwrite: bool,
     ) -> tuple[Filing, list[Input]]:
         """Open the folder; returns it, and the images with their final names.  Every rank calls it.
 
@@ -66,7 +74,9 @@ class Filing:
         ValueError: the disk refuses a file.
         """
         try:
-            if answer.pixels is not None and self.kinds is not None and shown is not None:
+            if answer.pixels is not None and isinstance(self.kinds, RestoredFiles):
+                answer = replace(answer, labels=str(self.kinds.write(self.folder, image, answer.pixels)), pixels=None)
+            elif answer.pixels is not None and self.kinds is not None and shown is not None:
                 path = self.kinds.write(self.folder, image.name, answer.pixels, answer.probabilities_of_pixels, shown)
                 answer = replace(answer, labels=str(path), pixels=None, probabilities_of_pixels=None)
             tree = {"classes": answer.classes, "probabilities": answer.probabilities}

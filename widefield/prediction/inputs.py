@@ -23,18 +23,16 @@ TARS = (".tar", ".tar.gz", ".tgz")
 class Input:
     """An image file.  name: the relative path, without a suffix where that is clear, under which its answers are filed.
 
-    suffix: of the file of its pixels' labels; other than .png, where it is predicted by window.
+    suffix: of the file of its pixels' labels, or of its answer where that is an image.
     files: of a case with a file per channel, all of them, `path` first; empty of others.
+    is_wide: whether it is predicted by window.
     """
 
     path: Path
     name: Path
     suffix: str = ".png"
     files: tuple[Path, ...] = ()
-
-    @property
-    def is_wide(self) -> bool:
-        return self.suffix != ".png"
+    is_wide: bool = False
 
 
 @dataclass(frozen=True)

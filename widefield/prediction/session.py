@@ -32,6 +32,7 @@ from widefield.prediction.filing import Filing
 from widefield.prediction.inputs import Input, Left, find_inputs
 from widefield.prediction.journal import PLACE
 from widefield.prediction.labels import Kinds
+from widefield.prediction.restored import RestoredFiles, suffix_of_restored
 from widefield.prediction.transformed import Transformed, blank, ignore_label, transforms_of
 from widefield.prediction.wide import LeftOutError, WideAsker, suffix_of, wide_file
 from widefield.prediction.wishes import PLAIN, Wishes
@@ -104,12 +105,16 @@ def predict_files(
 
 
 def _as_wide(image: Input, parts: Parts, wishes: Wishes) -> Input:
-    """The image with the suffix of its labels, where it is predicted by window."""
+    """The image with the suffix of its labels, or of the image that is its answer; wide where it is predicted by window."""
+    if labels_of(parts.task) == "image":
+        return replace(image, suffix=suffix_of_restored(image.path, parts.dataset))
     opened = wide_file(image.path, parts, every=wishes.sliding is not None)
-    return image if opened is None else replace(image, suffix=suffix_of(opened))
+    return image if opened is None else replace(image, suffix=suffix_of(opened), is_wide=True)
 
 
-def _kinds(parts: Parts, wishes: Wishes) -> Kinds:
+def _kinds(parts: Parts, wishes: Wishes) -> Kinds | RestoredFiles:
+    if labels_of(parts.task) == "image":
+        return RestoredFiles()
     layers, is_volume = labels_of(parts.task) == "layers", parts.dataset.dims == 3
     asked = (wishes.probabilities, wishes.overlays)
     return Kinds(parts.dataset.classes, layers, *asked, volumes=is_volume, outlines=wishes.outlines)
@@ -197,7 +202,7 @@ class _Session:
     def _answer_wide(self, asked: Sequence[_Asked], done: Callable[[], None]) -> None:
         """Answer for images that are predicted by window.  All ranks of a copy call it with the same ones."""
         for one in asked:
-            assert self.filing is not None and one.file is not None and self.filing.kinds is not None
+            assert self.filing is not None and one.file is not None and isinstance(self.filing.kinds, Kinds)
             files = self.filing.kinds.wide_files_of(one.file.name, one.file.suffix)
             try:
                 answer = WideAsker(self.parts, self.filing.folder / PLACE, self.about, self.wishes)(

@@ -47,6 +47,8 @@ def _row(line: Done, labels: Labels, classes: Sequence[str]) -> dict[str, Any]:
         row |= {name: f"{named[name]:.6g}" for name in classes if name in named}
     elif labels == "values":
         row |= {name: f"{value:.9g}" for name, value in zip(answer["classes"], answer["values"], strict=True)}
+    elif labels == "image":
+        row |= {"image": answer.get("labels", "")}
     else:
         row |= {"labels": answer.get("labels", "")}
         row |= {f"share of {name}": f"{named[name]:.6g}" for name in classes if name in named}

@@ -56,7 +56,7 @@ def transforms_of(parts: Parts) -> Transforms | OfImagesAlone:
 
     NotImplementedError: pixels have labels, and a transform has no inverse.
     """
-    listed, pixels = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate"), is_per_pixel(parts.task)
+    listed, pixels = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate"), _has_labels(parts)
     if pixels and any(step.name == "ElasticTransform" for step in listed.steps):
         raise NotImplementedError(
             "data.read_evaluate has ElasticTransform, whose displacements have no inverse in closed form, so labels cannot be "
@@ -76,7 +76,7 @@ def transformed(image_CHW: Tensor, transforms: Transforms | OfImagesAlone, parts
     if isinstance(transforms, Transforms):
         return Transformed(transforms(image_CHW, 0), image_CHW, moments)
     view = transforms(image_CHW, 0)
-    if not is_per_pixel(parts.task):
+    if not _has_labels(parts):
         return Transformed(view.image, image_CHW, moments)
     back = _back(view.maps, _size(view.image))
     outside = None
@@ -86,6 +86,11 @@ def transformed(image_CHW: Tensor, transforms: Transforms | OfImagesAlone, parts
     if outside is not None:
         _check_label(outside, parts)
     return Transformed(view.image, image_CHW, moments, back, outside)
+
+
+def _has_labels(parts: Parts) -> bool:
+    """Whether pixels have labels, which are brought back to the image's own pixels; answers that are images are not."""
+    return is_per_pixel(parts.task) and labels_of(parts.task) != "image"
 
 
 def blank(parts: Parts) -> Transformed:

@@ -69,6 +69,8 @@ class Wishes:
                 f"--{asked[0]} writes what the model says of every pixel, and this run's task has labels of images; leave it "
                 f"out. --top {len(parts.dataset.classes)} names all classes"
             )
+        if asked and parts.dataset.labels == "image":
+            raise ValueError(f"--{asked[0]} writes where classes are, and this run's answers are images; leave it out")
         if parts.dataset.dims == 3 and (self.overlays or self.probabilities == "png"):
             asked = ["overlays" if self.overlays else "probabilities png"]
             raise ValueError(

@@ -1,5 +1,7 @@
 """Evaluated images with labels, predictions, errors and the cuts of the plan, where every pixel has a class.
 
+Where answers are images, these in place of labels, and how far they are from the target.
+
 Of a volume there are several views, each as a picture of its own: its middle plane, and the largest value along each axis.
 """
 
@@ -26,6 +28,8 @@ NAMES = ("plane", "row", "column")
 TINY_PX = 400
 """Pictures up to this long are enlarged pixel by pixel."""
 WRONG = (255, 64, 48)
+AMPLIFIED = 4
+"""By how much the difference of images is shown."""
 Pixels = np.ndarray[Any, Any]
 
 
@@ -73,6 +77,10 @@ def _views(sample: Mapping[str, Any]) -> list[_View]:
 
 
 def _caption(sample: Mapping[str, Any], unit: str = "pixels") -> str:
+    if "squared_error" in sample:
+        error = sample["squared_error"] / max(1, sample["counted"])
+        psnr = f"{-10 * math.log10(error):.2f} dB" if error > 0 else "infinite: all values are those of the target"
+        return f"{' x '.join(f'{extent:,}' for extent in sample['size'])} px, PSNR {psnr}"
     right = f"{100 * sample['right'] / sample['counted']:.2f} % of" if sample["counted"] else "none of"
     size = " x ".join(f"{extent:,}" for extent in sample["size"])
     return f"{size} {'px' if unit == 'pixels' else unit}, {right} {sample['counted']:,} counted {unit} right"
@@ -82,11 +90,10 @@ def _sample(folder: Path, view: _View, evaluation: Mapping[str, Any], space: Seq
     """One picture; None where one of its files is missing, is no picture, or is outside of the run folder."""
     try:
         page, truth, prediction = (_pixels(folder, view.files[key]) for key in ("image", "truth", "prediction"))
+        over = _panes(truth, prediction, evaluation)
     except (OSError, ValueError, SyntaxError):  # what Pillow raises for a damaged file
         return None
-    (height, width), classes = truth.shape, len(names_shown(evaluation))
-    wrong = (truth != prediction) & (truth < classes)
-    over = {"truth": _labels(truth, classes), "prediction": _labels(prediction, classes), "errors": _marks(wrong)}
+    height, width = truth.shape[:2]
     panes = [("image", "", None), *((name, "over", uri) for name, uri in over.items())]
     names = NAMES[-len(view.size) :]
     (rows, columns), (down, across) = cuts(view.size, space, axes=view.axes), view.axes
@@ -95,6 +102,19 @@ def _sample(folder: Path, view: _View, evaluation: Mapping[str, Any], space: Seq
         "shape": _shape(height, width, view.lengths), "tiny": max(height, width) <= TINY_PX,
         "caption": view.caption, "names": (names[down], names[across]), "what": view.what,
     }  # fmt: skip
+
+
+def _panes(truth: Pixels, prediction: Pixels, evaluation: Mapping[str, Any]) -> dict[str, str]:
+    """What lies over the image, by name, as data URIs.  ValueError: images of several sizes."""
+    if evaluation.get("labels") == "image":
+        if truth.shape != prediction.shape:
+            raise ValueError("target and output differ in size")
+        apart = np.minimum(AMPLIFIED * np.abs(truth.astype(np.int16) - prediction), 255).astype(np.uint8)
+        images = {"target": truth, "output": prediction, f"difference x {AMPLIFIED}": apart}
+        return {name: _uri(Image.fromarray(pixels)) for name, pixels in images.items()}
+    classes = len(names_shown(evaluation))
+    wrong = (truth != prediction) & (truth < classes)
+    return {"truth": _labels(truth, classes), "prediction": _labels(prediction, classes), "errors": _marks(wrong)}
 
 
 def _shape(height: int, width: int, lengths: tuple[float, float]) -> str:

@@ -27,7 +27,8 @@ class Task(Protocol):
     """The metric that is the result, as a key of `metrics()`."""
     higher_is_better: bool
     # further attributes may be set: `labels`, the kind of its targets; `percent = False` where its metrics are no shares;
-    # `sums` and `finish`, as widefield.losses.LossOfSums has them
+    # `sums` and `finish`, as widefield.losses.LossOfSums has them; `measures(output, target)`, (B, M) numbers of each image,
+    # where metrics are no sums over pixels: these are then updated by `add(measures)`, which ranks of an image make together
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
         """The sum of the loss over samples (or pixels), a scalar."""
@@ -54,8 +55,13 @@ def labels_of(task: Task) -> Labels:
 
 
 def is_per_pixel(task: Task) -> bool:
-    """Whether targets have labels for every pixel, and not for every image."""
-    return labels_of(task) in ("pixels", "layers")
+    """Whether targets have labels, or values, for every pixel, and not for every image."""
+    return labels_of(task) in ("pixels", "layers", "image")
+
+
+def scale_of(task: Task) -> int:
+    """Of a task whose targets are images, how many of their pixels an input's pixel is along each dim; 1 of others."""
+    return getattr(task, "scale", 1) if labels_of(task) == "image" else 1
 
 
 def build(config: TaskConfig, *, num_classes: int) -> Task:
@@ -117,7 +123,7 @@ def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
     """Example answers and targets for the metrics of a task, the same in each call; every class occurs in the targets.
 
     (B, num_classes) probabilities and (B,) class numbers, of several classes (B, num_classes) of 0 and 1; numbers both; per
-    pixel, (B, H, W) class numbers both, or (B, num_classes, H, W) of 0 and 1.
+    pixel, (B, H, W) class numbers both, or (B, num_classes, H, W) of 0 and 1, or from 0 to 1 of images.
     """
     generator = torch.Generator().manual_seed(0)
     labels = labels_of(task)
@@ -128,6 +134,8 @@ def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
     count = max(8, 2 * num_classes)
     if labels == "layers":
         return tuple(torch.randint(2, (4, num_classes, 8, 5), generator=generator, dtype=torch.uint8) for _ in range(2))
+    if labels == "image":
+        return tuple(torch.rand(4, num_classes, 8, 7, generator=generator) for _ in range(2))
     if labels == "values":
         return tuple(torch.randn(count, num_classes, generator=generator) for _ in range(2))
     if labels == "classes":

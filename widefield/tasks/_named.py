@@ -74,6 +74,7 @@ NAMED: dict[str, dict[str, Callable[..., Metric]]] = {
     "pixels": _CONFUSED,
     "layers": _COUNTED,
     "values": {},
+    "image": {},
 }
 """By kind of labels and name, what makes the metric: it gets num_classes and ignore_index where it takes them."""
 

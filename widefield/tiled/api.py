@@ -77,9 +77,18 @@ def window(shape: Sequence[int], mesh: Mesh, cuts: Sequence[Sequence[int] | None
     return tuple(slice(i.start, i.stop) for i in _layout(tuple(shape), mesh, cuts).box)
 
 
-def tile_of(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's tile of a tensor, as `window` says, plain and detached; a plain tensor is returned as it is."""
-    return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
+def tile_of(tensor: Tensor, mesh: Mesh, *, scale: int = 1) -> Tensor:
+    """This rank's tile of a tensor, as `window` says, plain and detached; a plain tensor is returned as it is.
+
+    scale: how many of its pixels a pixel of the images is, along each dim, where these are cut as `window` says.
+    """
+    if type(tensor) is not TiledTensor:
+        return tensor
+    extents = tensor.shape[tensor.ndim - len(mesh.grid.sizes) :]
+    cuts = [
+        [scale * at for at in natural_cut(extent // scale, size)] for extent, size in zip(extents, mesh.grid.sizes, strict=True)
+    ]
+    return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, cuts))
 
 
 def as_tile(tile: Tensor, layout: Layout) -> TiledTensor:

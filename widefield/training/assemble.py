@@ -110,6 +110,7 @@ class Parts:
             pixels=self.dataset.pixels,
             moves_as_one=self.dataset.moves_as_one,
             dims=self.dataset.dims,
+            image_scale=self.dataset.image_scale,
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:

@@ -58,8 +58,9 @@ def class_weights_of(
     asked, names = config.task.class_weights, dataset.classes
     if asked is None:
         return None, None
-    if labels == "values":
-        raise ValueError(f"task.class_weights is {asked} and the task learns numbers, which have no classes; leave it out")
+    if labels in ("values", "image"):
+        what = "numbers" if labels == "values" else "images"
+        raise ValueError(f"task.class_weights is {asked} and the task learns {what}, which have no classes; leave it out")
     if asked == "balanced":
         return _balanced_weights(config, dataset, mesh, labels=labels, ignore=ignore)
     if isinstance(asked, dict):

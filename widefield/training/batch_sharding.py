@@ -56,12 +56,15 @@ def _px(extents: Iterable[int]) -> str:
     return " x ".join(map(str, extents)) + " px"
 
 
-def on_tiles(tensor: Tensor, batch: Batch, mesh: Mesh) -> Tensor:
+def on_tiles(tensor: Tensor, batch: Batch, mesh: Mesh, *, scale: int = 1) -> Tensor:
     """The TiledTensor whose local tile is `tensor`; `tensor` itself where images are not cut.
 
     tensor: (B, C, *pixels) images or (B, *pixels) labels, this rank's window of those of `batch`.
+    scale: how many pixels of the tensor a pixel of the batch's images is, along each dim; it is cut where these are.
     """
     if batch.whole_shape is None:
         return tensor
     pixels = batch.whole_shape[1:]
-    return from_tile(tensor, mesh, (*tensor.shape[: tensor.ndim - len(pixels)], *pixels))
+    whole = (*tensor.shape[: tensor.ndim - len(pixels)], *(scale * extent for extent in pixels))
+    cuts = [[scale * at for at in natural_cut(*pair)] for pair in zip(pixels, mesh.grid.sizes, strict=True)]
+    return from_tile(tensor, mesh, whole, cuts)

@@ -70,6 +70,8 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
             f"task.name={config.task.name} learns {_LABELS_IN_WORDS[learns]} and data.name={name} has "
             f"{_LABELS_IN_WORDS[dataset.labels]}; {cure}, or take other data"
         )
+    if dataset.labels == "image":
+        _check_images(config, dataset, task)
     if not dataset.pixels:
         return
     for field_name in ("mixup", "cutmix"):
@@ -81,14 +83,30 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
             )
 
 
+def _check_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
+    """ValueError: targets are images of another scale than the task's, or pixels have no range that is known beforehand."""
+    name, scale = config.data.name, getattr(task, "scale", dataset.scale)
+    if scale != dataset.scale:
+        raise ValueError(
+            f"task.options.scale is {scale} and the targets of data.name={name} have {dataset.scale} times the pixels of their "
+            f"inputs along each dim; set task.options.scale={dataset.scale}"
+        )
+    if config.data.intensity.name not in ("range", "window"):
+        raise ValueError(
+            f"data.intensity={config.data.intensity.name} has no range of pixels that is known beforehand, on which PSNR and "
+            "SSIM depend; set data.intensity=range, or window with its center and width"
+        )
+
+
 _LABELS_IN_WORDS: dict[Labels, str] = {
     "class": "one class number per image",
     "classes": "any number of classes per image",
     "values": "numbers per image",
     "pixels": "one per pixel",
     "layers": "any number of classes per pixel",
+    "image": "images as targets",
 }
-_TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation"}
+_TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation", "image": "restoration"}
 
 
 def why_scaled(config: RunConfig, dataset: Dataset) -> str | None:

@@ -20,7 +20,7 @@ from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.quantity import count_of
-from widefield.tasks import Task, is_per_pixel, labels_of
+from widefield.tasks import Task, is_per_pixel, labels_of, scale_of
 from widefield.tasks._cases import CaseMetric
 from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
 from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_sum
@@ -28,6 +28,7 @@ from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of
+from widefield.training.image_thumbnails import pictures_of
 from widefield.training.metric_states import merge_states
 from widefield.training.scores import columns_of_task
 from widefield.training.thumbnails import Thumbnail, join_thumbnails, painted, small_thumbnail_of, thumbnails_of
@@ -121,17 +122,18 @@ class _Counts:
     def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int, mesh: Mesh) -> None:
         """Add a batch.  output: of all images or, where every pixel has a class, on tiles.  All ranks of a copy call it."""
         pixels, output = is_per_pixel(task), output.to(torch.promote_types(output.dtype, torch.float32))
-        self._add_loss(output, on_tiles(target, batch, mesh) if pixels else target, task)
-        output = tile_of(output, mesh)
+        tiled = on_tiles(target, batch, mesh, scale=scale_of(task)) if pixels else target
+        self._add_loss(output, tiled, task)
+        measures = whole(task.measures(output, tiled)) if hasattr(task, "measures") else None
+        output = tile_of(output, mesh, scale=scale_of(task))
         answers = task.answers(output)
         if self.first:
             self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
-        if self.first or (pixels and self.counts):
-            self.metrics.update(answers, target)
-            for _, metric in self.extra_metrics:
-                metric.update(answers, target)
+        self._add_metrics(answers, target, measures, pixels=pixels)
         self._add_cases(batch, answers, target, mesh)
-        if pixels and self.counts:
+        if labels_of(task) == "image" and self.counts:
+            self.pieces += pictures_of(batch, answers, target)
+        elif pixels and self.counts:
             shown = (painted(answers), painted(target)) if labels_of(task) == "layers" else (answers, target)
             of_batch = thumbnails_of if batch.image.ndim == 4 else volume_thumbnails_of
             self.pieces += of_batch(batch, *shown, ignore=getattr(task, "ignore_index", -1))
@@ -141,6 +143,17 @@ class _Counts:
             self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=by_loss)
             self._picture(batch)
         self.channels = batch.shape[0]
+
+    def _add_metrics(self, answers: Tensor, target: Tensor, measures: Tensor | None, *, pixels: bool) -> None:
+        """measures: see Task; of whole images, the same on every rank of the copy.  pixels: whether each counts its tile."""
+        if measures is not None and self.first:
+            for metric in self.metrics.values():
+                metric.add(measures)
+        if self.first or (pixels and self.counts):
+            if measures is None:
+                self.metrics.update(answers, target)
+            for _, metric in self.extra_metrics:
+                metric.update(answers, target)
 
     def _add_loss(self, output: Tensor, target: Tensor, task: Task) -> None:
         """Add the loss of whole images, which every rank of the copy has."""

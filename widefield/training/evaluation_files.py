@@ -128,6 +128,8 @@ def _write_sample(folder: Path, pieces: list[Thumbnail], images: Images, index: 
     (folder / "samples").mkdir(exist_ok=True)
     about = pieces[-1]  # of a plane alone, right and counted are not those of the volume
     told = {"id": images.name_of(index), "size": list(about.size), "right": about.right, "counted": about.counted}
+    if about.truth.ndim == 3:
+        told["squared_error"] = about.squared_error
     if not about.view:
         return told | _write_pictures(folder, about)
     spacing = spacing_if_told(images, index)
@@ -144,6 +146,7 @@ def _write_pictures(folder: Path, piece: Thumbnail) -> dict[str, str]:
     name = "_".join(filter(None, (f"{piece.index:02}", piece.view)))
     files = {kind: f"samples/{name}_{kind}.png" for kind in ("image", "truth", "prediction")}
     write_image(piece.image, folder / files["image"])
-    write_labels(piece.truth, folder / files["truth"])
-    write_labels(piece.prediction, folder / files["prediction"])
+    write = write_image if piece.truth.ndim == 3 else write_labels
+    write(piece.truth, folder / files["truth"])
+    write(piece.prediction, folder / files["prediction"])
     return files

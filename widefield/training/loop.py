@@ -45,7 +45,7 @@ from widefield.parallel.inactive import inactive
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.private_torch.tensors import foreach_mul_
-from widefield.tasks import Task, is_per_pixel
+from widefield.tasks import Task, is_per_pixel, scale_of
 from widefield.tiled.api import whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
@@ -138,8 +138,9 @@ class Learner:
     def _on_tiles(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Prepared images and targets, as TiledTensors where the mesh cuts images."""
         image, target = self.prepare(batch)
-        pixels = is_per_pixel(self.task)
-        return on_tiles(image, batch, self.mesh), on_tiles(target, batch, self.mesh) if pixels else target
+        if is_per_pixel(self.task):
+            target = on_tiles(target, batch, self.mesh, scale=scale_of(self.task))
+        return on_tiles(image, batch, self.mesh), target
 
     def learn(self, passes: list[Batch], *, stop: bool) -> tuple[float, bool]:
         """One optimizer step on this rank's passes.  Returns the mean loss of the whole batch, and whether any rank has `stop`.
@@ -223,7 +224,7 @@ class Learner:
         each = batch.target.shape[1:]
         if batch.whole_shape is None or not is_per_pixel(self.task):
             return math.prod(each)
-        pixels = batch.whole_shape[1:]
+        pixels = [scale_of(self.task) * extent for extent in batch.whole_shape[1:]]
         return math.prod((*each[: len(each) - len(pixels)], *pixels))
 
     @property

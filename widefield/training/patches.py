@@ -100,10 +100,11 @@ def _check(config: RunConfig, dataset: Dataset) -> None:
         raise ValueError(
             f"data.patches.size={side} has {len(side)} numbers and images have {dataset.dims} dims; give one number per dim"
         )
-    if data.patches.foreground and not dataset.pixels:
+    if data.patches.foreground and not _has_classes(dataset):
         raise ValueError(
             f"data.patches.foreground={data.patches.foreground:g} is a share of patches on labelled pixels and data.name="
-            f"{data.name} has {dataset.labels} of whole images; leave it out, or set data.tissue=otsu for patches on tissue"
+            f"{data.name} has {dataset.labels} and no labelled pixels; leave it out, or set data.tissue=otsu for patches on "
+            "tissue"
         )
     wrong = [number for number in data.patches.classes or () if number >= len(dataset.classes)]
     if wrong:
@@ -132,6 +133,11 @@ def _check_channel(config: RunConfig, dataset: Dataset) -> None:
                 f"data.{key} has {len(given)} numbers and with data.tissue there are {dataset.channels + 1} channels, of which "
                 f"the last is the tissue; add {'0' if key == 'mean' else '1'} for it"
             )
+
+
+def _has_classes(dataset: Dataset) -> bool:
+    """Whether pixels have classes, of which patches may be drawn."""
+    return dataset.labels in ("pixels", "layers")
 
 
 def _check_beyond(config: RunConfig, dataset: Dataset, places: Places, ignore: int | None, *, key: str) -> None:
@@ -194,7 +200,7 @@ def _places(
         places = CoverPlaces(sizes, side, config.seed, tissue)
         grid = "on a grid that is shifted every epoch" if tissue is None else "of which each has tissue, the same every epoch"
         return places, [f"data.patches: {sum(places.counts):,} patches of {_px(side)} cover {len(sizes):,} images, {grid}"]
-    share = (FOREGROUND if dataset.pixels else 0.0) if asked.foreground is None else asked.foreground
+    share = (FOREGROUND if _has_classes(dataset) else 0.0) if asked.foreground is None else asked.foreground
     crop = ClassBalancedCrop(list(side), share, asked.classes)
     each = PER_IMAGE if asked.per_image is None else asked.per_image
     known = _foreground(images, len(dataset.classes), mesh) if share and trains else {}

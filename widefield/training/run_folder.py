@@ -221,7 +221,7 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
         "channel_files": dataset.channel_files,
         "mean": mean,
         "std": std,
-    }
+    } | ({"scale": dataset.scale} if dataset.labels == "image" else {})
     replace_text(folder / MODEL, json.dumps(values, indent=1) + "\n")
 
 
@@ -254,12 +254,13 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
         intensity = Intensity.from_tree(values["intensity"]) if "intensity" in values else Intensity()
         grid, channel_files = values.get("resampling"), int(values.get("channel_files", 0))
         resampling = None if grid is None else Resampling.from_tree(grid)
+        scale = max(1, int(values.get("scale", 1)))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
         ) from None
     none = NoImages(shape)
-    about = {"dims": dims, "resampling": resampling, "channel_files": channel_files}
+    about = {"dims": dims, "resampling": resampling, "channel_files": channel_files, "scale": scale}
     return Dataset(none, none, classes, shape[0], mean, std, True, labels, dtype, intensity, **about)
 
 

@@ -34,7 +34,8 @@ SAMPLED = 8
 class Thumbnail:
     """One rank's part of the thumbnail of image number `index`, or all of it.
 
-    image: (1 or 3, h, w) uint8.  truth, prediction: (h, w) class numbers; empty where the image has one class.
+    image: (1 or 3, h, w) uint8.  truth, prediction: (h, w) class numbers; empty where the image has one class; where answers
+    are images, (1 or 3, h, w) uint8.
     top, left: its place in the whole thumbnail, which has `shape` (h, w); the image has `size` (H, W) pixels.
     counted: pixels of the window, not of the thumbnail, that have a label; right: those predicted right.
     view: of a volume, which one it is; `size` is then (D, H, W).  voxels: where parts of ranks lie over each other and their
@@ -53,6 +54,8 @@ class Thumbnail:
     counted: int = 0
     view: str = ""
     voxels: int = 0
+    squared_error: float = 0.0
+    """Where answers are images: of the window's values from 0 to 1, of which there are `counted`."""
 
 
 def channels_shown(image_CHW: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ def _join(parts: list[Thumbnail]) -> Thumbnail:
     first = parts[0]
     image = torch.zeros(len(first.image), *first.shape, dtype=first.image.dtype)
     labelled = any(part.truth.numel() for part in parts)
-    shape = first.shape if labelled else (0, 0)
+    shape = (*first.truth.shape[:-2], *first.shape) if labelled else (0, 0)
     truth, prediction = (torch.zeros(shape, dtype=part.dtype) for part in (first.truth, first.prediction))
     for part in parts:
         height, width = part.image.shape[1:]
@@ -184,4 +187,6 @@ def _join(parts: list[Thumbnail]) -> Thumbnail:
         for whole, one in layers:
             whole[place] = torch.maximum(whole[place], one) if part.voxels else one
     right, counted, voxels = (sum(getattr(part, name) for part in parts) for name in ("right", "counted", "voxels"))
-    return Thumbnail(first.index, first.size, first.shape, 0, 0, image, truth, prediction, right, counted, first.view, voxels)
+    error = sum(part.squared_error for part in parts)
+    labels = (truth, prediction, right, counted)
+    return Thumbnail(first.index, first.size, first.shape, 0, 0, image, *labels, first.view, voxels, error)

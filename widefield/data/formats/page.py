@@ -1,5 +1,7 @@
 """Synthetic pages of any size with scikit-learn's digits, for segmentation: class 0 is background, 1..10 are the digits 0..9.
 
+With `pairs`, for restoration: degraded pages with clean ones as targets, see _page_pairs.py.
+
 A page is a grid of square cells.  A cell has one digit or none: a scan of 8x8 pixels, enlarged bilinearly, with random size,
 place and contrast within its cell, so digits never overlap; at the page's edge they may be cut off.  The background has a
 coarse and a fine grain.  A pixel has the class of its digit where the enlarged ink is above a threshold.
@@ -20,6 +22,7 @@ from torch import Tensor
 from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.formats import digits
+from widefield.data.formats._page_pairs import Degradation, paired
 from widefield.data.place_hashes import place_hashes
 from widefield.data.transforms import seed_of
 from widefield.geometry.interval import Interval, pieces_of
@@ -169,32 +172,44 @@ def open_dataset(
     digit_px: tuple[int, int] = (16, 40),
     digits_per_megapixel: float = 400,
     seed: int = 0,
+    pairs: bool = False,
+    noise: float = 0.1,
+    scale: int = 1,
 ) -> Dataset:
     """Pages to train on and to evaluate, with the scans of the training and evaluation split of the format `digits`.
 
     size: height and width of a page.  pages: how many to train on and to evaluate.  digit_px: smallest and largest side of
     a digit; the largest is a cell's side.  digits_per_megapixel: the average number of digits per million pixels.
     seed: of the pages, independent of the run's, so that runs with different seeds have the same pages.
+    pairs: the target is the page itself, for restoration, and the input a degraded one: the mean of each scale x scale pixels,
+    and noise of that standard deviation, as a share of 255.
     ValueError: options out of range; data.path or data.hold_out is set.
     """
     if config.path is not None or config.hold_out is not None:
         raise ValueError("data.name=page is built in; leave data.path and data.hold_out out")
     _check(size=size, pages=pages, digit_px=digit_px)
+    layout = _layout_of(size, digit_px, digits_per_megapixel)
+    scans = digits.open_dataset(DataConfig(name="digits"))
+    train, evaluate = (
+        Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]
+        for split, count, part in zip(("train", "evaluate"), pages, (scans.train, scans.evaluate), strict=True)
+    )
+    if pairs:
+        return paired(train, evaluate, Degradation(noise, scale), layout.size)
+    names = ["background", *scans.classes]
+    # mean and standard deviation of the pixels of the 64 training pages that the defaults make
+    return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, labels="pixels")
+
+
+def _layout_of(size: tuple[int, int], digit_px: tuple[int, int], digits_per_megapixel: float) -> PageLayout:
+    """ValueError: more digits than there are cells, or none."""
     chance = digits_per_megapixel * digit_px[1] ** 2 / 1e6
     if not 0 < chance <= 1:
         raise ValueError(
             f"data.options.digits_per_megapixel is {digits_per_megapixel:g}; digits of up to {digit_px[1]} px want a number "
             f"above 0 and up to {1e6 / digit_px[1] ** 2:.0f}, so that they do not overlap"
         )
-    layout = PageLayout((size[0], size[1]), (digit_px[0], digit_px[1]), chance)
-    scans = digits.open_dataset(DataConfig(name="digits"))
-    train, evaluate = (
-        Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]
-        for split, count, part in zip(("train", "evaluate"), pages, (scans.train, scans.evaluate), strict=True)
-    )
-    names = ["background", *scans.classes]
-    # mean and standard deviation of the pixels of the 64 training pages that the defaults make
-    return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, labels="pixels")
+    return PageLayout((size[0], size[1]), (digit_px[0], digit_px[1]), chance)
 
 
 def _check(**options: tuple[int, int]) -> None:
@@ -207,5 +222,8 @@ def _check(**options: tuple[int, int]) -> None:
         raise ValueError(f"data.options.digit_px is [{low}, {high}]; the smallest side comes first")
 
 
-CASES = [({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11)]
+CASES = [
+    ({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11),
+    ({"options": {"size": [64, 96], "pages": [3, 2], "pairs": True, "scale": 2}}, 3, 2, 1),
+]
 """As in digits.py."""

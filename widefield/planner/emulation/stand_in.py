@@ -9,27 +9,36 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from widefield.data import Dataset
+from widefield.data import Dataset, Labels
 from widefield.data.batch import Batch
 from widefield.training.given import Given
 
-TaskName = Literal["classification", "segmentation"]
+TaskName = Literal["classification", "segmentation", "restoration"]
+
+
+_LABELS: dict[TaskName, Labels] = {"classification": "class", "segmentation": "pixels", "restoration": "image"}
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A split of `samples` images of one shape, all zeros, which take no memory.  shape: (C, *pixels)."""
+    """A split of `samples` images of one shape, all zeros, which take no memory.  shape: (C, *pixels).
+
+    target: where targets are images, (K, *scale times the pixels).
+    """
 
     shape: tuple[int, ...]
     samples: int
     has_labels_of_pixels: bool
     dtype: torch.dtype = torch.uint8
+    target: tuple[int, ...] = ()
+    scale: int = 1
 
     def __len__(self) -> int:
         return self.samples
 
     def read(self, index: int) -> tuple[Tensor, int | Tensor]:
-        target = torch.zeros((), dtype=torch.uint8).expand(self.shape[1:]) if self.has_labels_of_pixels else 0
+        shape = self.target or self.shape[1:]
+        target = torch.zeros((), dtype=torch.uint8).expand(shape) if self.has_labels_of_pixels else 0
         return torch.zeros((), dtype=self.dtype).expand(self.shape), target
 
     def name_of(self, index: int) -> str:
@@ -44,10 +53,12 @@ class StandIn:
         return Batch(image[None], torch.as_tensor(target)[None], torch.zeros(1, dtype=torch.int64))
 
 
-def stand_in_data(image: Sequence[int], *, classes: int, samples: int = 1 << 20, task: TaskName = "classification") -> Given:
+def stand_in_data(
+    image: Sequence[int], *, classes: int, samples: int = 1 << 20, task: TaskName = "classification", scale: int = 1
+) -> Given:
     """Data for `emulated_step` that has sizes and no pixels.
 
-    image: (C, H, W) or (C, D, H, W).  samples: in the training split.
+    image: (C, H, W) or (C, D, H, W).  samples: in the training split.  scale: of the targets of restoration.
     ValueError: not such a shape, or no class.
     """
     shape = tuple(image)
@@ -57,7 +68,8 @@ def stand_in_data(image: Sequence[int], *, classes: int, samples: int = 1 << 20,
         )
     if classes < 1 or samples < 1:
         raise ValueError(f"{classes} classes and {samples} images are too few; give 1 or more of each")
-    split = StandIn(shape, samples, task == "segmentation")
+    target = (classes, *(scale * extent for extent in shape[1:])) if task == "restoration" else ()
+    split = StandIn(shape, samples, task != "classification", target=target, scale=scale)
     channels = shape[0]
     dataset = Dataset(
         train=split,
@@ -67,7 +79,8 @@ def stand_in_data(image: Sequence[int], *, classes: int, samples: int = 1 << 20,
         mean=[0.5] * channels,
         std=[0.25] * channels,
         in_memory=True,
-        labels="pixels" if task == "segmentation" else "class",
+        labels=_LABELS[task],
         dims=len(shape) - 1,
+        scale=scale,
     )
     return Given(data=lambda: dataset)

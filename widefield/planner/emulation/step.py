@@ -16,7 +16,7 @@ from widefield.comm.planned_groups import planned_world
 from widefield.config import RunConfig
 from widefield.data.batch import Batch
 from widefield.data.order import Steps, TrainSampler
-from widefield.geometry.box import slices
+from widefield.geometry.box import enlarged, slices
 from widefield.planner.emulation.recording import Recording
 from widefield.planner.emulation.stand_in import StandIn
 from widefield.planner.emulation.values import Emulation, emulated
@@ -102,7 +102,7 @@ def _dummy_batch(parts: Parts, mesh: Mesh) -> Batch:
         return batch
     own = window(images.shape[1:])
     cut = (..., *slices(own))
-    target = batch.target[cut] if images.has_labels_of_pixels else batch.target
+    target = batch.target[..., *slices(enlarged(own, images.scale))] if images.has_labels_of_pixels else batch.target
     return replace(batch, image=batch.image[cut], target=target, whole_shape=images.shape, window=own)
 
 

@@ -24,7 +24,7 @@ from widefield.quantity import count_of
 from widefield.section import to_yaml
 from widefield.training.given import NOTHING, Given
 
-StandInTask = Literal["classification", "segmentation"]
+StandInTask = Literal["classification", "segmentation", "restoration"]
 SEGMENTS = ("unet", "smp/", "monai/", "torchvision/deeplab", "torchvision/fcn", "torchvision/lraspp")
 """How the names of models begin that answer for every pixel."""
 CLASSES = 10
@@ -137,11 +137,14 @@ def on_device(config: RunConfig, cluster: Cluster, *, dims: int) -> RunConfig:
 
 
 def _task_of(config: RunConfig) -> StandInTask:
+    if config.task.name == "restoration":
+        return "restoration"
     return "segmentation" if config.task.name == "segmentation" else "classification"
 
 
 def _stand_in(config: RunConfig, image: tuple[int, ...], classes: int, task: StandInTask, given: Given) -> Given:
-    found = stand_in_data(image=image, classes=classes, task=task)
+    scale = config.task.options.get("scale", 1) if task == "restoration" else 1
+    found = stand_in_data(image=image, classes=classes, task=task, scale=scale)
     return replace(given, data=found.data)
 
 
@@ -152,12 +155,13 @@ def image_of(config: RunConfig, given: Given) -> tuple[tuple[int, ...], int, Sta
     """
     dataset = open_dataset(config.data) if given.data is None else given.data()
     task: StandInTask = "segmentation" if dataset.pixels else "classification"
+    task = "restoration" if dataset.labels == "image" else task
     if config.data.patches is not None:
         return (dataset.channels, *config.data.patches.size), len(dataset.classes), task
     reader = reader_of(
         config.data, dataset.train, num_classes=len(dataset.classes), seed=config.seed, train=True,
         device=torch.device("cpu"), intensity=dataset.intensity, pixels=dataset.pixels, moves_as_one=dataset.moves_as_one,
-        dims=dataset.dims,
+        dims=dataset.dims, image_scale=dataset.image_scale,
     )  # fmt: skip
     batch = reader.__getitems__([Key(0, 0, 0, real=False)])
     if batch.problem is not None:
