@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from widefield.data.loader import _start_worker
 from widefield.training.interrupt import Interrupt
+from widefield.training.terminal import terminal
 
 pytestmark = pytest.mark.alone
 
@@ -104,3 +106,22 @@ def test_a_signal_that_was_ignored_stays_so(number):
             assert not interrupt.asked and signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_workers_that_load_data_leave_it_to_their_rank_to_stop():
+    """A closed terminal, and Ctrl-C, reach them too, and the rank needs them until its step is done."""
+    worker = os.fork()
+    if worker == 0:
+        _start_worker(0)
+        os._exit(sum(signal.getsignal(number) is not signal.SIG_IGN for number in Interrupt.SIGNALS))
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+
+
+def test_a_bar_on_a_terminal_that_is_closed_ends_without_an_error(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    near, far = os.openpty()
+    with os.fdopen(far, "w") as stream:
+        bar = terminal(stream)
+        bar.begin(0, 3)
+        os.close(near)
+        bar.close()
