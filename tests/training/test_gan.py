@@ -1,0 +1,114 @@
+"""Does a generative network learn as in a loop by hand with two optimizers, and under every plan as on one rank?"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from widefield.comm.mesh import Mesh, World
+from widefield.config import RunConfig, ShardingConfig, StreamConfig, read_config
+from widefield.plans import Plan
+from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
+
+RECIPE = Path(__file__).parents[2] / "recipes/scene_gan.yaml"
+CPU, ALONE = torch.device("cpu"), Plan()
+SMALL = [
+    "data.options.size=[32, 24]", "data.options.scenes=[6, 3]", "data.workers=0", "data.batch_size=2", "precision=float64",
+    "data.evaluate_batch_size=2", "mesh.space=[]", "model.options.generator_options={width: 4, blocks: 1, strides: 2}",
+    "model.options.discriminator_options={width: 4, strides: 2, spectral: true, normalized: true}",
+]  # fmt: skip
+BATCH_NORM = "model.options={generator: unet, generator_options: {widths: [4, 8]}, discriminator: multiscale}"
+PENALTIES = ["task.options.r1=2", "task.options.r2=1", "task.options.gradient_penalty=3", "task.options.penalty_every=2"]
+
+
+def config(*settings: str) -> RunConfig:
+    return read_config(str(RECIPE), [*SMALL, *settings])
+
+
+def numbers_of(mesh: Mesh, steps: int, *settings: str) -> list[float]:
+    """The losses of some steps of the recipe, each member's too, then PSNR, SSIM and the loss of an evaluation."""
+    parts = assemble(config(*settings), mesh)
+    learner, _ = learner_of(parts)
+    batches = training_batches(parts, first=0, last=steps)
+    numbers = list[float]()
+    for _ in range(steps):
+        passes = [next(batches) for _ in range(parts.config.gradient.accumulate)]
+        loss, _ = learner.learn(passes, stop=False)
+        numbers += [loss, *learner.losses.values()]
+    model = learner.model if learner.ema is None else learner.ema.module
+    found = evaluate_parts(parts, model)
+    assert (found.images, found.duplicates) == (3, 0)
+    return [*numbers, found.metrics["psnr"], found.metrics["ssim"], found.loss]
+
+
+def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
+    return numbers_of(Mesh(plan, World(), CPU), steps, *settings)
+
+
+# ---------------------------------------------------------------------------------------------- by hand
+
+
+def by_hand(steps: int) -> list[float]:
+    """The recipe as a plain loop: two optimizers, hinge losses, feature matching and L1, a mean over images each."""
+    parts = assemble(config(), Mesh(ALONE, World(), CPU))
+    model, batches, prepare = parts.model, training_batches(parts, first=0, last=steps), parts.preparation(train=True)
+    generator, discriminator = model.generator, model.discriminator
+    adam = {"lr": 5e-4, "betas": (0.5, 0.99), "weight_decay": 0.0}
+    of_d, of_g = (torch.optim.AdamW(module.parameters(), **adam) for module in (discriminator, generator))
+    losses = []
+    for _ in range(steps):
+        image, target = prepare(next(batches))
+        target = target.to(image.dtype)
+        real = discriminator(torch.cat([image, target], 1))
+        fake = discriminator(torch.cat([image, generator(image).detach()], 1))
+        loss_d = F.relu(1 - real[-1]).mean() + F.relu(1 + fake[-1]).mean()
+        of_d.zero_grad()
+        loss_d.backward()
+        of_d.step()
+        made = generator(image)
+        judged = discriminator(torch.cat([image, made], 1))
+        with torch.no_grad():
+            wanted = discriminator(torch.cat([image, target], 1))
+        matching = sum(F.l1_loss(a, b) for a, b in zip(judged[:-1], wanted[:-1], strict=True))
+        loss_g = -judged[-1].mean() + matching + 10 * F.l1_loss(made, target)
+        of_g.zero_grad()
+        loss_g.backward()
+        of_g.step()
+        losses += [loss_d.item() + loss_g.item(), loss_d.item(), loss_g.item()]
+    return losses
+
+
+def test_turns_are_a_loop_by_hand():
+    """Spectral norms iterate once per forward in training mode, by hand as here: two of the discriminator, then two more."""
+    assert alone(5)[:15] == pytest.approx(by_hand(5), rel=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(replicate=2),
+        Plan(space=[2, 1]),
+        pytest.param(Plan(space=[2, 2]), marks=pytest.mark.long),
+        Plan(shard=2),
+        pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=pytest.mark.long),
+        Plan(channel=2),
+    ],
+    ids=str,
+)
+def test_twenty_steps_of_the_recipe_are_those_of_one_rank(plan):
+    wanted = alone(20)
+    for found in on_ranks(plan.ranks, numbers_of, 20, plan=plan):
+        assert found == pytest.approx(wanted, rel=1e-8)
+
+
+def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
+    assert alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(alone(20), rel=1e-8)
