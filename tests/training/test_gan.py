@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import on_ranks
-from torch import nn
 from torch.nn import functional as F
 
 from widefield.comm.mesh import Mesh, World
@@ -112,3 +110,72 @@ def test_twenty_steps_of_the_recipe_are_those_of_one_rank(plan):
 
 def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     assert alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(alone(20), rel=1e-8)
+
+
+@pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[1, 2]), Plan(shard=2), Plan(channel=2)], ids=str)
+def test_penalties_on_gradients_are_those_of_one_rank(plan):
+    """Every second step; the points between real and made images are drawn alike."""
+    wanted = alone(4, *PENALTIES)
+    assert wanted[0] != pytest.approx(alone(1)[0], rel=1e-3)
+    for found in on_ranks(plan.ranks, numbers_of, 4, *PENALTIES, plan=plan):
+        assert found == pytest.approx(wanted, rel=1e-8)
+
+
+OF_MY_OWN = [
+    "model.options={generator: unet, generator_options: {widths: [4, 8]}, discriminator: 'discriminators:with_batch_norm'}",
+    "task.options.feature_matching=0",
+]
+
+
+@pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[2, 1])], ids=str)
+def test_modules_with_statistics_of_the_batch_penalties_averages_and_several_passes(plan):
+    """A U-Net with BatchNorm, a discriminator of one's own with BatchNorm and dropout, 3 samples in 2 passes, on 2 ranks."""
+    asked = [*OF_MY_OWN, "task.options.r1=1", "data.batch_size=3", "gradient.accumulate=2", "ema={decay: 0.9}",
+             "task.options.steps=[[discriminator], [discriminator, generator]]", "optimizer.clip_norm=1"]  # fmt: skip
+    wanted = alone(3, *asked)
+    for found in on_ranks(plan.ranks, numbers_of, 3, *asked, plan=plan):
+        assert found == pytest.approx(wanted, rel=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        (["task.options.adversarial=hing"], ValueError, r"adversarial is 'hing'; did you mean 'hinge'\? It can be: non_sat"),
+        (["task.options.steps=[generator]"], ValueError, r"steps is \['generator'\]; a list of turns is wanted"),
+        (["task.options.steps=[[generator], [judge]]"], ValueError, r"steps is .*; a list of turns is wanted"),
+        (["task.options.r1=-1"], ValueError, r"task.options.r1 is -1; a number of 0 or more"),
+        (["task.options.penalty_every=0"], ValueError, r"task.options.penalty_every is 0; a whole number"),
+        (["model={name: unet}"], ValueError, r"trains generator and discriminator by turns and model.name=unet gives a"),
+        (["model.options.discriminator=pach"], ValueError, r"discriminator is 'pach'; did you mean 'patch'\?"),
+        (["model.options.discriminator_options={depth: 2}"], ValueError, r"discriminator_options has depth; patch takes width"),
+        (["model.options.generator_options={width: 0}"], ValueError, r"model.options.width is 0; whole numbers"),
+        (["guard.spike=skip"], ValueError, r"guard.spike=skip and task.name=gan trains generator and discriminator by turns"),
+        (["optimizer.lr=find"], ValueError, r"optimizer.lr=find and task.name=gan trains"),
+        (["model.compile=true"], ValueError, r"model.compile=True and task.name=gan trains"),
+        (["data.options.pairs=false"], ValueError, r"learns images as targets and data.name=scene has one per pixel"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_the_first_step(settings, error, told):
+    with pytest.raises(error, match=told):
+        learner_of(assemble(config(*settings), Mesh(ALONE, World(), CPU)))
+
+
+def test_penalties_in_a_stream_and_features_of_scores_alone_are_refused():
+    with pytest.raises(NotImplementedError, match=r"stream and task.name=gan penalizes gradients, which are differentiated"):
+        alone(1, *PENALTIES, plan=Plan(stream=StreamConfig(tiles=[2, 2])))
+    with pytest.raises(ValueError, match=r"feature_matching compares the discriminator's features and it gives scores alone"):
+        alone(1, *OF_MY_OWN, "task.options.feature_matching=1")
+
+
+def test_stages_are_refused_on_every_rank():
+    told = on_ranks(2, refusal_of_stages, plan=Plan(stage=2))
+    assert all("mesh.stage=2 divides one module into stages" in text for text in told)
+
+
+def refusal_of_stages(mesh: Mesh) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        learner_of(assemble(config(), mesh))
+    return str(caught.value)

@@ -70,6 +70,11 @@ class ImageTranslation(Restoration):
     def turns(self, step: int) -> Sequence[str]:
         return self.adversarial.steps[step % len(self.adversarial.steps)]
 
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether a loss has gradients in it."""
+        return self.adversarial.penalizes
+
     def example(self, member: str, image: Tensor, target: Tensor) -> Tensor:
         return image if member == GENERATOR else torch.cat([image, target.to(image.dtype)], 1)
 

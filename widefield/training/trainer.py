@@ -181,6 +181,7 @@ class Trainer:
                 seconds=times.seconds,
                 data_seconds=times.data_seconds,
                 memory_bytes=peak_memory_bytes(self.mesh.device),
+                losses=self.learner.losses,
             )
         return times.seconds
 
