@@ -2,11 +2,13 @@
 
 Generators: `unet` (widefield's), `pix2pixhd`, `restorer`, or any other name that model.name can have.
 Discriminators: `patch`, `multiscale`, or `package.module:callable`.
-A discriminator sees input and image as one image of the channels of both.
+A discriminator is called with the input and the image that it judges, and joins them; one whose forward takes one image alone,
+of the channels of both, gets them joined.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from widefield.own_code import code_named, is_code, takes
 
 
 class Adversaries(nn.Module):
-    """generator: from inputs to images.  discriminator: from inputs and images, as one image, to scores or features."""
+    """generator: from inputs to images.  discriminator: from inputs and images, two tensors, to scores or features."""
 
     def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
         super().__init__()
@@ -31,6 +33,17 @@ class Adversaries(nn.Module):
     def forward(self, image: Tensor) -> Any:
         """What the generator makes."""
         return self.generator(image)
+
+
+class OfJoined(nn.Module):
+    """Calls a module that takes one image with several, joined by their channels."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *images: Tensor) -> Any:
+        return self.module(torch.cat(images, 1))
 
 
 class PatchDiscriminator(nn.Module):
@@ -53,8 +66,8 @@ class PatchDiscriminator(nn.Module):
             steps.append(nn.Sequential(*parts))
         self.steps = nn.ModuleList(steps)
 
-    def forward(self, image: Tensor) -> list[Tensor]:
-        features = []
+    def forward(self, *images: Tensor) -> list[Tensor]:
+        image, features = torch.cat(images, 1), []
         for step in self.steps:
             image = step(image)
             features.append(image)
@@ -69,8 +82,8 @@ class MultiscaleDiscriminator(nn.Module):
         self.nets = nn.ModuleList(PatchDiscriminator(in_channels, dims=dims, **options) for _ in range(scales))
         self.down = AVERAGE_POOL[dims](3, stride=2, padding=1, count_include_pad=False)
 
-    def forward(self, image: Tensor) -> list[list[Tensor]]:
-        answers = []
+    def forward(self, *images: Tensor) -> list[list[Tensor]]:
+        image, answers = torch.cat(images, 1), []
         for number, net in enumerate(self.nets):
             image = self.down(image) if number else image
             answers.append(net(image))
@@ -147,7 +160,7 @@ def _discriminator(name: str, options: dict[str, Any], in_channels: int, dims: i
         made = _called(build_own, "discriminator", options, **dict.fromkeys(takes(build_own, "in_channels"), in_channels))
         if not isinstance(made, nn.Module):
             raise ValueError(f"model.options.discriminator={name} gives a {type(made).__name__}; a torch.nn.Module is wanted")
-        return made
+        return made if _takes_several(made) else OfJoined(made)
     defaults = {"width": 64, "strides": 3, "spectral": False, "normalized": True}
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "patch": (PatchDiscriminator, defaults),
@@ -163,6 +176,11 @@ def _discriminator(name: str, options: dict[str, Any], in_channels: int, dims: i
     if unknown:
         raise ValueError(f"model.options.discriminator_options has {unknown[0]}; {name} takes {', '.join(known)}")
     return _called(kind, "discriminator", known | options, in_channels, dims=dims)
+
+
+def _takes_several(module: nn.Module) -> bool:
+    parameters = signature(module.forward).parameters.values()
+    return len(parameters) > 1 or any(one.kind == one.VAR_POSITIONAL for one in parameters)
 
 
 def _called(build_it: Any, which: str, options: dict[str, Any], *given: Any, **known: Any) -> Any:

@@ -38,7 +38,7 @@ def parallelize(
     mesh: Mesh,
     *,
     trial_step: Callable[[], Tensor] | None = None,
-    sample: Tensor | None = None,
+    sample: Tensor | tuple[Tensor, ...] | None = None,
     rehearse: Callable[[], Tensor] | None = None,
 ) -> nn.Module:
     """Make `model` train over the ranks of `mesh` as the mesh's plan says; returns the same module, changed in place.
@@ -48,7 +48,8 @@ def parallelize(
     Make the optimizer afterwards: where weights are sharded, parameters become new objects.
     trial_step: runs the model on a small batch of this rank and returns a scalar loss; every rank passes one, or none does.
         `rehearse` is its earlier name.
-    sample: a batch as one pass of this rank has it, or a meta tensor of that shape.  mesh.channel and mesh.stage need it: the
+    sample: a batch as one pass of this rank has it, or a meta tensor of that shape; several where the forward takes several,
+        which mesh.stage does not.  mesh.channel and mesh.stage need it: the
         model is captured on its shape, without pixels.
     Gradients are averaged over the data ranks.  So multiply a loss that is summed over samples by `mesh.copies` / samples of
     all copies.  A copy is one rank, or all the ranks that share the tiles, channels or stages of one model.
@@ -95,7 +96,7 @@ def parallelize_members(
     mesh: Mesh,
     *,
     trial_steps: Mapping[str, Callable[[], Tensor]],
-    samples: Mapping[str, Tensor],
+    samples: Mapping[str, tuple[Tensor, ...]],
     is_average: bool = False,
 ) -> nn.Module:
     """`parallelize` of each member of a model, see members.py; returns the same model, changed in place.
@@ -123,7 +124,11 @@ def parallelize_members(
 
 
 def parallelize_average(
-    copy: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+    copy: nn.Module,
+    mesh: Mesh,
+    *,
+    trial_step: Callable[[], Tensor] | None = None,
+    sample: Tensor | tuple[Tensor, ...] | None = None,
 ) -> nn.Module:
     """Parallelize `copy`, which is only evaluated, as the moving average of a model's weights; returns it, changed in place.
 

@@ -1,7 +1,7 @@
 """Image to image by a generator and a discriminator that learn by turns, as pix2pix and pix2pixHD do.
 
-The discriminator sees an input with its target, or with what the generator makes of the input, as one image of the channels of
-both.  Each turn's loss is a mean over samples:
+The discriminator is called with an input and its target, or with what the generator makes of the input.  Each turn's loss is a
+mean over samples:
 
     discriminator   real(D(x, y)) + fake(D(x, G(x)))  [+ r1/2 |dD/dy|^2 + r2/2 |dD/dG(x)|^2 + gradient_penalty (|dD/dz| - 1)^2]
     generator       adversarial_weight made(D(x, G(x))) + reconstruction loss(G(x), y) [+ feature_matching |F(G(x)) - F(y)|]
@@ -75,8 +75,9 @@ class ImageTranslation(Restoration):
         """Whether a loss has gradients in it."""
         return self.adversarial.penalizes
 
-    def example(self, member: str, image: Tensor, target: Tensor) -> Tensor:
-        return image if member == GENERATOR else torch.cat([image, target.to(image.dtype)], 1)
+    def example(self, member: str, image: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        """What the member is called with, of images and targets."""
+        return (image,) if member == GENERATOR else (image, target.to(image.dtype))
 
     def turn_loss(self, member: str, model: Any, image: Tensor, target: Tensor, *, draw: SampleDraws, step: int) -> Tensor:
         """The sum over samples of the loss of the member whose turn it is.  step: counted from 0."""
@@ -88,7 +89,7 @@ class ImageTranslation(Restoration):
         loss = loss_named(self.adversarial.loss)
 
         def discriminate(one: Tensor) -> Any:
-            return model.discriminator(torch.cat([image, one], 1))
+            return model.discriminator(image, one)
 
         real, fake = (answers_of(discriminate(one)) for one in (target, made))
         total = (judged(real, loss.real) + judged(fake, loss.fake)).sum()
@@ -99,11 +100,11 @@ class ImageTranslation(Restoration):
     def _of_generator(self, model: Any, image: Tensor, target: Tensor) -> Tensor:
         asked = self.adversarial
         output = self.fitting(model.generator(image), target)
-        made = answers_of(model.discriminator(torch.cat([image, output.to(image.dtype)], 1)))
+        made = answers_of(model.discriminator(image, output.to(image.dtype)))
         total = asked.weight * judged(made, loss_named(asked.loss).made).sum()
         if asked.feature_matching:
             with torch.no_grad():
-                real = answers_of(model.discriminator(torch.cat([image, target], 1)))
+                real = answers_of(model.discriminator(image, target))
             total = total + asked.feature_matching * apart(made, real).sum()
         if asked.reconstruction:
             output = output.to(torch.promote_types(output.dtype, torch.float32))

@@ -132,13 +132,13 @@ class Learner:
             output = model(image)
         return self._loss_of(output, target) / len(target)
 
-    def inputs_of_a_pass(self, member: str = "") -> Tensor:
-        """The dummy image repeated to the size of this rank's first pass; tiled where the mesh cuts images.
+    def inputs_of_a_pass(self, member: str = "") -> tuple[Tensor, ...]:
+        """What the model is called with in this rank's first pass, of the dummy image; tiled where the mesh cuts images.
 
         member: of a model whose modules learn by turns, the one whose inputs they are.
         """
         image, target = (torch.cat([one] * self._rows_of_a_pass()) for one in self._on_tiles(self.dummy_batch))
-        return self.task.example(member, image, target) if member else image  # type: ignore[attr-defined]
+        return self.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
 
     def meta_pass(self) -> Tensor:
         """A meta tensor like the images of this rank's first pass, whole images even where the mesh cuts them."""

@@ -31,7 +31,7 @@ def look_ahead(learner: Learner) -> list[str]:
     reasons = list[str]()
     for name, member in members_of(learner.model).items():
         with learner.arithmetic.autocast():
-            member._stream.program(member, (learner.inputs_of_a_pass(name),), {})
+            member._stream.program(member, learner.inputs_of_a_pass(name), {})
         reasons += [f"{name + ': ' if name else ''}stream: {why}" for why in member._stream.reasons]
     return reasons
 
