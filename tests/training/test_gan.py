@@ -18,7 +18,8 @@ RECIPE = Path(__file__).parents[2] / "recipes/scene_gan.yaml"
 CPU, ALONE = torch.device("cpu"), Plan()
 SMALL = [
     "data.options.size=[32, 24]", "data.options.scenes=[6, 3]", "data.workers=0", "data.batch_size=2", "precision=float64",
-    "data.evaluate_batch_size=2", "mesh.space=[]", "model.options.generator_options={width: 4, blocks: 1, strides: 2}",
+    "data.evaluate_batch_size=2", "mesh.space=[]", "task.metrics=[{swd: {levels: 1}}]",
+    "model.options.generator_options={width: 4, blocks: 1, strides: 2}",
     "model.options.discriminator_options={width: 4, strides: 2, spectral: true, normalized: true}",
 ]  # fmt: skip
 BATCH_NORM = "model.options={generator: unet, generator_options: {widths: [4, 8]}, discriminator: multiscale}"
@@ -42,7 +43,7 @@ def numbers_of(mesh: Mesh, steps: int, *settings: str) -> list[float]:
     model = learner.model if learner.ema is None else learner.ema.module
     found = evaluate_parts(parts, model)
     assert (found.images, found.duplicates) == (3, 0)
-    return [*numbers, found.metrics["psnr"], found.metrics["ssim"], found.loss]
+    return [*numbers, *(found.metrics[name] for name in ("psnr", "ssim", "swd")), found.loss]
 
 
 def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:

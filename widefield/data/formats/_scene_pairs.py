@@ -10,11 +10,14 @@ from torch import Tensor
 from widefield.data import Dataset, WindowedImages
 from widefield.geometry import Interval
 from widefield.geometry.box import full_box
+from widefield.geometry.interval import pieces_of
 
 COLOURS = torch.tensor([[46, 110, 180], [40, 120, 60], [220, 205, 120], [200, 90, 80]], dtype=torch.uint8)
 """By class, as a map has them: water, forest, field, built-up land; where there is no label, black."""
 BRIGHTEST = 2048
 """The reflectance, in units of 1/10,000, that is white in a picture."""
+BAND = 256
+"""Rows made at a time."""
 _RED_GREEN_BLUE = [2, 1, 0]
 
 
@@ -37,10 +40,16 @@ class ScenePairs:
         return self.read_window(index, full_box(self.shape(index)[1:]))
 
     def read_window(self, index: int, window: tuple[Interval, ...]) -> tuple[Tensor, Tensor]:
-        bands, label = self.scenes.read_window(index, window)
+        rows, columns = window
         colours = torch.cat([COLOURS, COLOURS.new_zeros(256 - len(COLOURS), 3)])
-        picture = bands[_RED_GREEN_BLUE].to(torch.int32).mul(255).div(BRIGHTEST, rounding_mode="floor").clamp(max=255)
-        return colours[label.long()].permute(2, 0, 1).contiguous(), picture.to(torch.uint8)
+        painted, picture = (torch.empty(3, len(rows), len(columns), dtype=torch.uint8) for _ in range(2))
+        for band in pieces_of(rows, BAND):  # temporary memory is that of some rows
+            bands, label = self.scenes.read_window(index, (band, columns))
+            part = slice(band.start - rows.start, band.stop - rows.start)
+            painted[:, part] = colours[label.int()].permute(2, 0, 1)
+            shades = bands[_RED_GREEN_BLUE].to(torch.int32).mul(255).div(BRIGHTEST, rounding_mode="floor")
+            picture[:, part] = shades.clamp(max=255).to(torch.uint8)
+        return painted, picture
 
 
 def paired(train: WindowedImages, evaluate: WindowedImages) -> Dataset:
