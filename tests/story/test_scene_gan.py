@@ -78,3 +78,12 @@ def test_weights_load_into_a_plain_generator_and_a_prediction_is_what_it_makes(t
     (answer,) = wf.predict(trained, [image])
     expected = (wanted[0].clamp(0, 1) * 255).round().to(torch.int16)
     assert (answer.pixels.to(torch.int16) - expected).abs().max() <= 1
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_the_recipe_reaches_its_quality(tmp_path):
+    """19.9 dB and 241 were seen on two ranks; on one rank the numbers are the same."""
+    train(read_config(RECIPE, ["mesh.space=[]", "log.tensorboard=false", "log.every=100"]), tmp_path / "run", World())
+    metrics = json.loads((tmp_path / "run/evaluation.json").read_text())["metrics"]
+    assert metrics["psnr"] > 19 and metrics["swd"] < 300, metrics

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from widefield.tasks import SampleDraws
 from widefield.tasks._adversarial import (
     answers_of,
     apart,
@@ -33,26 +34,32 @@ from widefield.tasks.restoration import Restoration
 GENERATOR, DISCRIMINATOR = "generator", "discriminator"
 
 
-class SampleDraws(Protocol):
-    """Random numbers of the samples of a turn, the same on every rank that has them."""
-
-    def uniform(self) -> Tensor:
-        """(B,) from 0 to 1."""
-
-
 @dataclass(frozen=True)
 class Adversarial:
-    """The options of `build`."""
+    """The options of `build`: numbers are weights, see the module's docstring.
+
+    penalty_every: penalties count in each so many-th step, and that many times there (lazy regularization).
+    """
 
     loss: str = "hinge"
     steps: tuple[tuple[str, ...], ...] = ((DISCRIMINATOR, GENERATOR),)
-    weight: float = 1.0
+    adversarial_weight: float = 1.0
     reconstruction: float = 100.0
     feature_matching: float = 0.0
     r1: float = 0.0
     r2: float = 0.0
     gradient_penalty: float = 0.0
     penalty_every: int = 1
+
+    def __post_init__(self) -> None:
+        """ValueError: an option out of range."""
+        loss_named(self.loss)
+        for name in ("adversarial_weight", "reconstruction", "feature_matching", "r1", "r2", "gradient_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"task.options.{name} is {value!r}; a number of 0 or more is wanted")
+        if type(self.penalty_every) is not int or self.penalty_every < 1:
+            raise ValueError(f"task.options.penalty_every is {self.penalty_every!r}; a whole number of 1 or more is wanted")
 
     @property
     def penalizes(self) -> bool:
@@ -67,7 +74,7 @@ class ImageTranslation(Restoration):
     adversarial: Adversarial = field(default_factory=Adversarial)
     members: tuple[str, ...] = (GENERATOR, DISCRIMINATOR)
 
-    def turns(self, step: int) -> Sequence[str]:
+    def in_turn(self, step: int) -> Sequence[str]:
         return self.adversarial.steps[step % len(self.adversarial.steps)]
 
     @property
@@ -101,7 +108,7 @@ class ImageTranslation(Restoration):
         asked = self.adversarial
         output = self.fitting(model.generator(image), target)
         made = answers_of(model.discriminator(image, output.to(image.dtype)))
-        total = asked.weight * judged(made, loss_named(asked.loss).made).sum()
+        total = asked.adversarial_weight * judged(made, loss_named(asked.loss).made).sum()
         if asked.feature_matching:
             with torch.no_grad():
                 real = answers_of(model.discriminator(image, target))
@@ -127,54 +134,22 @@ class ImageTranslation(Restoration):
 
 
 def build(
-    num_classes: int,
-    *,
-    adversarial: str = "hinge",
-    steps: Any = (DISCRIMINATOR, GENERATOR),
-    adversarial_weight: float = 1.0,
-    reconstruction: float = 100.0,
-    feature_matching: float = 0.0,
-    r1: float = 0.0,
-    r2: float = 0.0,
-    gradient_penalty: float = 0.0,
-    penalty_every: int = 1,
+    num_classes: int, *, adversarial: str = "hinge", steps: Any = (DISCRIMINATOR, GENERATOR), **weights: float
 ) -> ImageTranslation:
-    """adversarial: hinge, non_saturating, lsgan or wasserstein.  The others are weights, see the module's docstring.
+    """adversarial: hinge, non_saturating, lsgan or wasserstein.  weights: the other fields of Adversarial.
 
     steps: whose turns a step has, in order, as [discriminator, generator]; or a list of such lists, of which the steps take one
         after the other, as [[discriminator], [discriminator, generator]] for two batches of the discriminator per one of the
         generator.
-    penalty_every: penalties count in each so many-th step, and that many times there (lazy regularization).
-    ValueError: an option out of range, or turns of nobody.
+    ValueError: an option out of range, or turns of nobody.  TypeError: an unknown option.
     """
-    loss_named(adversarial)
-    weights = {"adversarial_weight": adversarial_weight, "reconstruction": reconstruction, "r1": r1, "r2": r2,
-               "feature_matching": feature_matching, "gradient_penalty": gradient_penalty}  # fmt: skip
-    for name, value in weights.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"task.options.{name} is {value!r}; a number of 0 or more is wanted")
-    if type(penalty_every) is not int or penalty_every < 1:
-        raise ValueError(f"task.options.penalty_every is {penalty_every!r}; a whole number of 1 or more is wanted")
-    asked = Adversarial(
-        adversarial,
-        _steps(steps),
-        adversarial_weight,
-        reconstruction,
-        feature_matching,
-        r1,
-        r2,
-        gradient_penalty,
-        penalty_every,
-    )
-    return ImageTranslation(num_classes, adversarial=asked)
+    return ImageTranslation(num_classes, adversarial=Adversarial(adversarial, _steps(steps), **weights))  # type: ignore[arg-type]
 
 
 def _steps(asked: Any) -> tuple[tuple[str, ...], ...]:
     """ValueError: these are no lists of members, or one of them never learns."""
-    lists = (
-        asked if isinstance(asked, list | tuple) and asked and all(isinstance(one, list | tuple) for one in asked) else [asked]
-    )
-    known = (GENERATOR, DISCRIMINATOR)
+    nested = isinstance(asked, list | tuple) and asked and all(isinstance(one, list | tuple) for one in asked)
+    lists, known = asked if nested else [asked], (GENERATOR, DISCRIMINATOR)
     right = all(isinstance(turns, list | tuple) and turns and all(one in known for one in turns) for turns in lists)
     if not right or {one for turns in lists for one in turns} != set(known):
         raise ValueError(

@@ -47,7 +47,7 @@ def members_named(task: Task) -> Sequence[str]:
 
 def turns_of(task: Task, step: int) -> Sequence[str]:
     """The members that learn in a step, counted from 0, in their order."""
-    return task.turns(step) if members_named(task) else ONE  # type: ignore[attr-defined]
+    return task.in_turn(step) if members_named(task) else ONE  # type: ignore[attr-defined]
 
 
 def divide(model: nn.Module, task: Task, *, name: str) -> nn.Module:
