@@ -59,6 +59,8 @@ class DataConfig(Section):
     """The same in evaluation and prediction."""
     augment: Listed = []
     """The same, only in training; on the device where no labels of pixels move with the image."""
+    visible: Share = 0.1
+    """Of objects' boxes: one that a transform moves out of the image is left out if a smaller share of it stays visible."""
     intensity: IntensityConfig = IntensityConfig()
     mean: Annotated[list[float], Field(min_length=1)] | None = None
     """Per channel, of pixels scaled as `data.intensity` says, by default to 0..1; the format's own where null, or 0 with

@@ -58,9 +58,10 @@ def class_weights_of(
     asked, names = config.task.class_weights, dataset.classes
     if asked is None:
         return None, None
-    if labels in ("values", "image"):
-        what = "numbers" if labels == "values" else "images"
-        raise ValueError(f"task.class_weights is {asked} and the task learns {what}, which have no classes; leave it out")
+    if labels in ("values", "image", "boxes"):
+        why = {"values": "numbers, which have no classes", "image": "images, which have no classes"}
+        told = why.get(labels, "boxes, whose losses weigh classes by alpha alone")
+        raise ValueError(f"task.class_weights is {asked} and the task learns {told}; leave it out")
     if asked == "balanced":
         return _balanced_weights(config, dataset, mesh, labels=labels, ignore=ignore)
     if isinstance(asked, dict):

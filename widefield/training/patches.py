@@ -90,6 +90,11 @@ def _check(config: RunConfig, dataset: Dataset) -> None:
             "model.options.tissue pools by the last channel and no channel of tissue is there; set data.tissue=otsu, or to a "
             "folder of masks, without data.patches"
         )
+    if dataset.labels == "boxes":
+        raise NotImplementedError(
+            f"{key} cuts images up before their boxes are known, and data.name={data.name} has boxes; use RandomCrop in data.read, "
+            "whose boxes follow, or whole images with mesh.space"
+        )
     if data.tissue is not None and dataset.dims != 2:
         raise ValueError(f"data.tissue is of slides and data.name={data.name} has volumes; leave it out")
     if data.patches is None:

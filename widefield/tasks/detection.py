@@ -1,0 +1,239 @@
+"""Boxes with classes: RetinaNet's or FCOS's losses of whole images, and COCO's mean average precision.
+
+The model gives a list of levels, each a tuple of maps, see `Detection`.  Wherever images are cut, these maps are gathered for
+anchors, matching, losses and what is found, which are then those of one device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from widefield.config.field_types import Labels
+from widefield.detection.anchor_heads import AnchorHeads, BoxLoss
+from widefield.detection.anchors import MapLevels, Size
+from widefield.detection.coco_scores import coco_scores
+from widefield.detection.point_heads import PointHeads
+from widefield.detection.selection import Found, Limits, found_in
+from widefield.detection.targets import boxes_in, rows_of, sizes_in, stacked
+from widefield.tasks._torchmetrics import Metric, MetricCollection
+
+Method = Literal["retinanet", "fcos"]
+Levels = Sequence[Sequence[Tensor]]
+
+
+class AveragePrecision(Metric):
+    """COCO's scores from the boxes of all images, which ranks gather; see detection/coco_scores.py.
+
+    capped: the share of images of which a limit left boxes out.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    found: list[Tensor]
+    truth: list[Tensor]
+    images: list[Tensor]
+
+    def __init__(self, classes: int, limits: Limits) -> None:
+        super().__init__(sync_on_compute=False)
+        self.classes, self.limits = classes, limits
+        for name in ("found", "truth", "images"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, index: Tensor, found: Sequence[Found], target: Tensor) -> None:
+        """Add images number `index` (B,).  target: a batch of boxes."""
+        for number, answer, truth in zip(index.tolist(), found, boxes_in(target), strict=True):
+            columns = [answer.boxes.double(), answer.scores.double()[:, None], answer.labels.double()[:, None]]
+            self.found.append(_with_number(number, torch.cat(columns, dim=1)))
+            rows = rows_of(truth.boxes.cpu(), truth.labels.cpu(), crowd=truth.crowd.cpu(), area=truth.area.cpu())
+            self.truth.append(_with_number(number, rows))
+            cut = answer.cut_candidates + answer.cut_detections > 0
+            self.images.append(torch.tensor([[number, int(cut), self.limits.most(self.limits.detections, truth.size)]]))
+
+    def compute(self) -> dict[str, Tensor]:
+        found, truth, images = (torch.cat([one.cpu() for one in rows]) for rows in (self.found, self.truth, self.images))
+        most = int(images[:, 2].max())
+        scores = coco_scores(found, truth, images[:, 0], classes=self.classes, most=most)
+        return scores | {"capped": images[:, 1].double().mean()}
+
+
+def _with_number(number: int, rows: Tensor) -> Tensor:
+    return torch.cat([rows.new_full((len(rows), 1), number), rows], dim=1)
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Targets are batches of boxes, see widefield/detection/targets.py.
+
+    The output is a list of levels: `heads.channels` says how many channels each map of a level has, `heads.levels` how many
+    rows and columns.
+    """
+
+    num_classes: int
+    heads: AnchorHeads | PointHeads
+    limits: Limits
+    headline: str = "map"
+    higher_is_better: bool = True
+    labels: Labels = "boxes"
+    counts_images: bool = True
+
+    @property
+    def sums(self) -> Any:
+        """Of FCOS, whose loss divides by what the whole batch learns; None of RetinaNet, whose loss is one of images."""
+        heads = self.heads
+        return (lambda output, target: heads.sums(self.fitting(output, target), target)) if isinstance(heads, PointHeads) else None
+
+    @property
+    def finish(self) -> Any:
+        return self.heads.finish if isinstance(self.heads, PointHeads) else None
+
+    def loss_sum(self, output: Levels, target: Tensor) -> Tensor:
+        if isinstance(self.heads, PointHeads):
+            return self.heads.finish(self.heads.sums(self.fitting(output, target), target)) * len(target)
+        return self.heads.losses(self.fitting(output, target), target).sum()
+
+    def count(self, target: Tensor) -> int:
+        return len(target)
+
+    def loss_each(self, output: Levels, target: Tensor) -> Tensor:
+        rows = [[[one[row : row + 1] for one in level] for level in output] for row in range(len(target))]
+        return torch.stack([self.loss_sum(own, target[row : row + 1]) for row, own in enumerate(rows)])
+
+    def metrics(self) -> MetricCollection:
+        _check_installed()
+        precision = AveragePrecision(self.num_classes, self.limits)
+        return MetricCollection({"coco": precision}, compute_groups=False)
+
+    def answers(self, output: Levels) -> Tensor:
+        raise AssertionError("what is found depends on the images' sizes: see `found`")
+
+    def found(self, output: Levels, sizes: Sequence[Size]) -> list[Found]:
+        """What is found in each image of a batch.  sizes: (H, W) of each."""
+        output = self._checked(output, len(sizes), sizes[0])
+        return [
+            found_in(self.heads, [[one[row] for one in level] for level in output], size, self.limits)
+            for row, size in enumerate(sizes)
+        ]
+
+    def gathered_bytes(self, size: Size, *, images: int, itemsize: int) -> int:
+        """Of the maps of all levels of so many images of `size`."""
+        places = sum(math.prod(one) for one in self.heads.levels.maps_of(size))
+        return images * places * sum(self.heads.channels) * itemsize
+
+    def sentence(self, values: dict[str, float]) -> str:
+        capped = f", limits left boxes out of {values['capped']:.3g} % of the images" if values["capped"] else ""
+        return f"mAP {values['map']:.1f} %, mAP50 {values['map50']:.1f} %{capped}"
+
+    def fitting(self, output: Any, target: Tensor) -> Levels:
+        """The output, checked against the target.  ValueError: it does not fit."""
+        return self._checked(output, len(target), sizes_in(target)[0])
+
+    def _checked(self, output: Any, images: int, size: Size) -> Levels:
+        wanted = [[(images, channels, *one) for channels in self.heads.channels] for one in self.heads.levels.maps_of(size)]
+        got = _shapes_of(output)
+        if got == wanted:
+            return output
+        number = next((n for n, pair in enumerate(zip(wanted, got, strict=False)) if pair[0] != pair[1]), min(map(len, (wanted, got))))
+        shown = [str(levels[number]) if number < len(levels) else "none" for levels in (wanted, got)]
+        raise ValueError(
+            f"of images of {size[0]} x {size[1]} px the task wants {len(wanted)} levels, number {number} with maps of {shown[0]}, "
+            f"and the model gives {len(got)} levels, there with {shown[1]}; give the model num_classes={self.num_classes} and "
+            f"the anchors of the task, or set task.options.strides={list(self.heads.levels.strides)} to what its levels have"
+        )
+
+
+def _shapes_of(output: Any) -> list[list[tuple[int, ...]]]:
+    if not isinstance(output, list | tuple):
+        return []
+    return [[tuple(one.shape) for one in level] if isinstance(level, list | tuple) else [] for level in output]
+
+
+def _check_installed() -> None:
+    """ValueError: what evaluates is an extra that is not here."""
+    if importlib.util.find_spec("faster_coco_eval") is None:
+        raise ValueError("task.name=detection evaluates with faster-coco-eval, which is not installed: pip install 'widefield[detection]'")
+
+
+def build(
+    num_classes: int,
+    *,
+    method: Method = "retinanet",
+    strides: Sequence[int] = (8, 16, 32, 64, 128),
+    anchor_scale: float = 4.0,
+    octaves: int = 3,
+    ratios: Sequence[float] = (0.5, 1.0, 2.0),
+    overlap: Sequence[float] = (0.4, 0.5),
+    radius: float = 1.5,
+    alpha: float = 0.25,
+    gamma: float = 2.0,
+    box_loss: BoxLoss = "l1",
+    torchvision_anchors: bool = False,
+    score: float | None = None,
+    suppress: float | None = None,
+    candidates: int = 1000,
+    detections: int = 100,
+) -> Detection:
+    """method: retinanet, heads with anchors, or fcos, without.  strides: pixels of the image per place, of each level.
+
+    Of retinanet: anchor_scale, the side of the smallest anchor in strides; octaves, how many sizes, up to twice that; ratios, of
+    height to width; overlap, below which IoU an anchor is background, and from which it learns a box; box_loss, `l1`,
+    `smooth_l1` or `giou`.  Of fcos: radius, in strides, about a box's center, in which places learn it.
+    alpha, gamma: of the focal loss.  torchvision_anchors: places lie `image // map` apart, as in torchvision, and not a stride.
+    score: the least of what is found (0.05, of fcos 0.2).  suppress: the largest IoU of two boxes of one class (0.5, of fcos
+    0.6).  candidates: the most of a level, and detections: of an image, both per megapixel, and for smaller images as for one.
+    ValueError: options out of range.
+    """
+    least, most = {"retinanet": (0.05, 0.5), "fcos": (0.2, 0.6)}.get(method, (0.0, 0.0))
+    limits = Limits(least if score is None else score, most if suppress is None else suppress, candidates, detections)
+    _check(method, strides, octaves, ratios, overlap, box_loss, limits)
+    levels = MapLevels(tuple(strides), torchvision_anchors)
+    if method == "fcos":
+        return Detection(num_classes, PointHeads(num_classes, levels, radius, alpha, gamma), limits)
+    sizes = tuple(tuple(int(anchor_scale * stride * 2 ** (part / octaves)) for part in range(octaves)) for stride in strides)
+    shares = {"below": float(overlap[0]), "above": float(overlap[1]), "alpha": alpha, "gamma": gamma}
+    heads = AnchorHeads(num_classes, levels, sizes, tuple(map(float, ratios)), **shares, box_loss=box_loss)
+    return Detection(num_classes, heads, limits)
+
+
+def _check(
+    method: str, strides: Sequence[int], octaves: int, ratios: Sequence[float], overlap: Sequence[float], box_loss: str, limits: Limits
+) -> None:
+    """ValueError: options out of range."""
+    wrong = {
+        f"method is {method!r}; retinanet or fcos is wanted. Detectors of two stages and SSD have losses of other kinds": method
+        not in get_args(Method),
+        f"strides is {strides!r}; whole numbers that rise are wanted, one of each level": not strides
+        or any(type(one) is not int or one < 1 for one in strides)
+        or sorted(set(strides)) != list(strides),
+        f"octaves is {octaves!r}; a whole number of 1 or more is wanted": type(octaves) is not int or octaves < 1,
+        f"ratios is {ratios!r}; numbers above 0 are wanted": not ratios or any(one <= 0 for one in ratios),
+        f"overlap is {overlap!r}; two rising numbers from 0 to 1 are wanted": len(overlap) != 2
+        or not 0 <= overlap[0] <= overlap[1] <= 1,
+        f"box_loss is {box_loss!r}; {', '.join(get_args(BoxLoss))} are there": box_loss not in get_args(BoxLoss),
+        f"score is {limits.score!r} and suppress {limits.overlap!r}; shares from 0 to 1 are wanted": not (
+            0 <= limits.score <= 1 and 0 <= limits.overlap <= 1
+        ),
+        f"candidates is {limits.candidates!r} and detections {limits.detections!r}; whole numbers of 1 or more are wanted": any(
+            type(one) is not int or one < 1 for one in (limits.candidates, limits.detections)
+        ),
+    }
+    told = next((what for what, is_wrong in wrong.items() if is_wrong), None)
+    if told is not None:
+        raise ValueError(f"task.options.{told}")
+
+
+_TARGET = stacked([rows_of([[0, 0, 8, 8]], [1]), rows_of([], [])], [(16, 16), (16, 16)])
+_LOGITS = torch.full((2, 2, 2, 2), -9.0)
+_LOGITS[0, 1, 0, 0] = 2.0
+
+CASES = [
+    (build(2, strides=[8], anchor_scale=2.0, octaves=1, ratios=[1.0]), [(_LOGITS, torch.zeros(2, 4, 2, 2))], _TARGET,
+     {"map": 1.0, "map50": 1.0, "capped": 0.0}),
+]  # fmt: skip
+"""As in classification; the anchor of the first place, cut to the image, is the box."""
