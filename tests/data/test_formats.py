@@ -78,7 +78,7 @@ def test_every_format_gives_its_images_with_a_class_and_a_name(tmp_path, name, s
             continue
         found = {label for _, labels in read for label in classes_in(labels, dataset.labels)}
         assert found - {255} == set(range(classes))  # 255: of pixels that do not count
-        assert all(isinstance(labels, int) != dataset.pixels for _, labels in read)
+        assert all(isinstance(labels, int) != (dataset.pixels or dataset.labels == "boxes") for _, labels in read)
         assert not dataset.pixels or all(labels.shape == image.shape[1:] for image, labels in read)
     of = [images.name_of(index) for images in (dataset.train, dataset.evaluate) for index in range(len(images))]
     assert len(set(of)) == train + evaluate, "an image is in both splits"

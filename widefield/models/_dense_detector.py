@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models import get_model, list_models, resnet
+from torchvision.models import get_model, list_models
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
@@ -28,7 +28,7 @@ _NORMS: dict[str, Callable[..., nn.Module]] = {
 
 
 class DenseDetector(nn.Module):
-    """levels: maps of each level, from the features of one level."""
+    """Gives the maps of each level, the finest first: what the task `detection` wants of any model."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -133,10 +133,11 @@ def backbone_of(
 
 def _resnet(name: str, norm: Callable[..., nn.Module]) -> nn.Module:
     """ValueError: torchvision has no ResNet of the name."""
-    known = [one for one in list_models(module=resnet)]
+    known = [one for one in list_models() if one.startswith(("resnet", "resnext", "wide_resnet"))]
     if name not in known:
         raise ValueError(
-            f"model.options.backbone is '{name}'{did_you_mean(name, [*known, SMALL])} There are {SMALL}, {', '.join(known)} and timm/NAME"
+            f"model.options.backbone is '{name}'{did_you_mean(name, [*known, SMALL])} There are {SMALL}, "
+            f"{', '.join(known)} and timm/NAME"
         )
     return get_model(name, weights=None, norm_layer=norm)
 
