@@ -39,8 +39,15 @@ def task_of(config: RunConfig, given: Given, dataset: Dataset, mesh: Mesh) -> tu
 
 
 def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
-    """NotImplementedError: a loss that is finished from the sums of a pass, in a pipeline, which has one per micro-batch."""
+    """NotImplementedError: a loss that is finished from the sums of a pass, in a pipeline, which has one per micro-batch,
+    or one of boxes.
+    """
     stages = mesh.plan.stage
+    if stages > 1 and tasks.labels_of(task) == "boxes":
+        raise NotImplementedError(
+            f"task.name={config.task.name} wants the maps of all levels, and the last of the {stages} stages of mesh.stage gives one "
+            "tensor; set mesh.stage=1, and cut images by mesh.space in its place"
+        )
     if stages > 1 and getattr(task, "finish", None) is not None:
         raise NotImplementedError(
             f"task.loss={config.task.loss} is computed from all images of a pass together, and the {stages} stages of "
