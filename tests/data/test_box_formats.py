@@ -82,7 +82,10 @@ def test_one_file_is_split_and_roboflows_folders_are_found(tmp_path):
     ("box", "told"),
     [
         ({"image_id": 99, "category_id": 1, "bbox": [0, 0, 1, 1]}, "has a box of the image 99, which it has not"),
-        ({"image_id": 10, "category_id": 8, "bbox": [0, 0, 1, 1]}, "for 0.png the annotation 0 without a bbox of 4 numbers or with a"),
+        (
+            {"image_id": 10, "category_id": 8, "bbox": [0, 0, 1, 1]},
+            "for 0.png the annotation 0 without a bbox of 4 numbers or with a",
+        ),
         ({"image_id": 10, "category_id": 1, "bbox": [0, 0, 1]}, "for 0.png the annotation 0 without a bbox of 4 numbers"),
     ],
 )

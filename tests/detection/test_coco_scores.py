@@ -13,7 +13,7 @@ from ranks import on_ranks
 
 from widefield.comm.mesh import Mesh
 from widefield.detection.coco_scores import coco_scores, coco_tree
-from widefield.detection.selection import Found, Limits
+from widefield.detection.selection import FoundBoxes, Limits
 from widefield.detection.targets import boxes_in, rows_of, stacked
 from widefield.plans import Plan
 from widefield.tasks.detection import AveragePrecision
@@ -23,7 +23,7 @@ CLASSES, IMAGES, SIZE = 4, 11, (300, 400)
 LIMITS = Limits(0.05, 0.5, 1000, 100)
 
 
-def example() -> tuple[list[Found], torch.Tensor]:
+def example() -> tuple[list[FoundBoxes], torch.Tensor]:
     """What is found in images, with scores that tie, and the truth: images without boxes, without answers, and with crowds."""
     torch.manual_seed(0)
     found, rows = [], []
@@ -41,11 +41,11 @@ def example() -> tuple[list[Found], torch.Tensor]:
         named = torch.where(torch.rand(3 * count) < 0.2, torch.randint(CLASSES, (3 * count,)), labels.repeat(3))
         scores = (torch.rand(3 * count, dtype=torch.float64) * 8).round() / 8  # many are equal
         order = scores.sort(descending=True, stable=True).indices[:kept]
-        found.append(Found(near[order], scores[order], named[order]))
+        found.append(FoundBoxes(near[order], scores[order], named[order]))
     return found, stacked(rows, [SIZE] * IMAGES)
 
 
-def pycocotools_scores(found: list[Found], target: torch.Tensor) -> tuple[list[float], np.ndarray]:
+def pycocotools_scores(found: list[FoundBoxes], target: torch.Tensor) -> tuple[list[float], np.ndarray]:
     """COCO's twelve numbers, and the precision of each class."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -102,7 +102,8 @@ def of_ranks(mesh: Mesh, shares: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "shares", [[[0, 3, 1, 8, 10, 2, 4, 5], [9, 7, 6]], [list(range(10, -1, -1)), [], []], [[4], [2, 7], [9, 8, 10, 6, 5, 3, 1, 0]]]
+    "shares",
+    [[[0, 3, 1, 8, 10, 2, 4, 5], [9, 7, 6]], [list(range(10, -1, -1)), [], []], [[4], [2, 7], [9, 8, 10, 6, 5, 3, 1, 0]]],
 )
 def test_the_scores_of_ranks_with_unequal_shares_are_pycocotools(shares):
     """One has no image at all, one only images without boxes."""
@@ -122,7 +123,7 @@ def test_without_boxes_to_find_there_is_no_score_and_without_answers_it_is_0():
 def test_more_than_a_hundred_boxes_of_a_large_image_count():
     """COCO's limit of 100 boxes per image is one for a megapixel."""
     boxes = [[10.0 * k, 0, 10.0 * k + 8, 8] for k in range(200)]
-    found = Found(torch.tensor(boxes).double(), torch.linspace(0.9, 0.1, 200), torch.zeros(200, dtype=torch.int64))
+    found = FoundBoxes(torch.tensor(boxes).double(), torch.linspace(0.9, 0.1, 200), torch.zeros(200, dtype=torch.int64))
     for size, wanted in (((1000, 1000), 0.5), ((2000, 1000), 1.0)):
         metric = AveragePrecision(1, LIMITS)
         metric.update(torch.tensor([0]), [found], stacked([rows_of(boxes, [0] * 200)], [size]))

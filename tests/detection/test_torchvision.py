@@ -85,7 +85,9 @@ def test_losses_and_gradients_are_torchvisions(method, size):
     model = sharpened(theirs(method, 5))
     maps, targets = example(size, 5)
     anchors = anchors_of(model, maps, size)
-    wanted = model.compute_loss(targets, model.head(maps), anchors, *([[m[0, 0].numel() for m in maps]] if method == "fcos" else []))
+    wanted = model.compute_loss(
+        targets, model.head(maps), anchors, *([[m[0, 0].numel() for m in maps]] if method == "fcos" else [])
+    )
     total = sum(wanted.values())
     names = [name for name, _ in model.named_parameters()]
     slopes = torch.autograd.grad(total, list(model.parameters()))

@@ -24,7 +24,10 @@ def made(name: str, channels: int = 3, classes: int = 7, **options) -> nn.Module
     ],
 )
 def test_weights_load_into_torchvisions_detector_and_give_its_maps(name, options, theirs):
-    ours, other = made(name, **options).double().eval(), theirs(weights=None, weights_backbone=None, num_classes=7).double().eval()
+    ours, other = (
+        made(name, **options).double().eval(),
+        theirs(weights=None, weights_backbone=None, num_classes=7).double().eval(),
+    )
     assert list(ours.state_dict()) == list(other.state_dict())
     other.load_state_dict(ours.state_dict())
     image = torch.randn(2, 3, 96, 64, dtype=torch.float64)
@@ -33,7 +36,10 @@ def test_weights_load_into_torchvisions_detector_and_give_its_maps(name, options
         wanted = other.head(features)
     for part, (key, values) in enumerate(wanted.items()):
         maps = [level[part] for level in levels]
-        rows = [one.view(2, -1, values.shape[2], *one.shape[2:]).permute(0, 3, 4, 1, 2).reshape(2, -1, values.shape[2]) for one in maps]
+        rows = [
+            one.view(2, -1, values.shape[2], *one.shape[2:]).permute(0, 3, 4, 1, 2).reshape(2, -1, values.shape[2])
+            for one in maps
+        ]
         torch.testing.assert_close(torch.cat(rows, dim=1), values, rtol=1e-12, atol=1e-12, msg=key)
 
 
@@ -41,14 +47,19 @@ def test_the_second_retinanets_backbone_is_torchvisions():
     """Its heads have normalization of their own, which `retinanet` has not."""
     ours, other = made("retinanet", p6_from_c5=True), detection.retinanet_resnet50_fpn_v2(weights=None, weights_backbone=None)
     backbone = other.backbone.state_dict()
-    assert {name: one.shape for name, one in ours.backbone.state_dict().items()} == {name: one.shape for name, one in backbone.items()}
+    assert {name: one.shape for name, one in ours.backbone.state_dict().items()} == {
+        name: one.shape for name, one in backbone.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("options", "strides"),
     [
         ({"backbone": "resnet18", "strides": [8, 16, 32], "features": 32}, [8, 16, 32]),
-        ({"backbone": "resnet18", "strides": [4, 8, 16, 32, 64, 128], "features": 32, "norm": "frozen"}, [4, 8, 16, 32, 64, 128]),
+        (
+            {"backbone": "resnet18", "strides": [4, 8, 16, 32, 64, 128], "features": 32, "norm": "frozen"},
+            [4, 8, 16, 32, 64, 128],
+        ),
         ({"backbone": "timm/resnet18", "strides": [8, 16, 32, 64, 128], "features": 32}, [8, 16, 32, 64, 128]),
         ({"backbone": "small", "strides": [2, 4, 8], "features": 8, "width": 4, "norm": "group"}, [2, 4, 8]),
     ],
@@ -67,7 +78,11 @@ def test_maps_have_the_places_that_their_strides_say(options, strides):
     ("name", "options", "told"),
     [
         ("retinanet", {"backbone": "resnet51"}, "model.options.backbone is 'resnet51'; did you mean 'resnet50'?"),
-        ("retinanet", {"strides": [8, 32]}, "model.options.strides is [8, 32]; of resnet50 wanted are neighbouring powers of two"),
+        (
+            "retinanet",
+            {"strides": [8, 32]},
+            "model.options.strides is [8, 32]; of resnet50 wanted are neighbouring powers of two",
+        ),
         ("retinanet", {"strides": [8, 16, 32, 64]}, "with 64 and 128 after 32 or without both"),
         ("retinanet", {"strides": [2, 4], "backbone": "resnet18"}, "from 4 to 32"),
         ("retinanet", {"backbone": "small", "strides": [3]}, "model.options.strides is [3]; of small wanted are"),
@@ -76,7 +91,11 @@ def test_maps_have_the_places_that_their_strides_say(options, strides):
         ("retinanet", {"backbone": "timm/nothing18"}, "timm/nothing18 gives no features of the strides [8, 16, 32]"),
         ("retinanet", {"anchors": 0}, "model.options.anchors is 0"),
         ("fcos", {"features": 48}, "give a multiple of 32"),
-        ("torchvision/retinanet_resnet50_fpn", {}, "torchvision/retinanet_resnet50_fpn resizes and normalizes images by itself"),
+        (
+            "torchvision/retinanet_resnet50_fpn",
+            {},
+            "torchvision/retinanet_resnet50_fpn resizes and normalizes images by itself",
+        ),
         ("torchvision/fasterrcnn_resnet50_fpn", {}, "has two stages"),
         ("torchvision/ssd300_vgg16", {}, "has one size of images, 300 px or so"),
         ("torchvision/keypointrcnn_resnet50_fpn", {}, "has two stages"),

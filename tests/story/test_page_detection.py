@@ -21,8 +21,9 @@ from widefield.plans import plan_of
 from widefield.run import train
 
 RECIPE = str(RECIPES / "page_detection.yaml")
-SMALL = ["mesh.space=[]", "data.options.size=[96, 80]", "data.options.pages=[6, 5]", "schedule.length=4step", "data.batch_size=2",
-         "model.options.width=8", "schedule.warmup=2step", "evaluate.every=1000step", "log.tensorboard=false",
+SMALL = ["mesh.space=[]", "data.options.size=[96, 80]", "data.options.pages=[6, 5]", "schedule.length=4step",
+         "data.batch_size=2", "model.options.width=8", "schedule.warmup=2step", "evaluate.every=1000step",
+         "log.tensorboard=false",
          "task.options.score=0.002"]  # fmt: skip
 
 

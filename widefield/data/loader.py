@@ -322,29 +322,26 @@ def reader_of(
     image_scale: int | None = None,
     boxes: bool = False,
 ) -> SampleReader:
-    """The reader that a config asks for; pixels: whether they have labels; moves_as_one: see Dataset, None for as `pixels`.
-
-    boxes: whether objects have boxes.
+    """The reader that a config asks for; pixels, boxes: what has labels; moves_as_one: see Dataset, None for as `pixels`.
 
     Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
     """
     moves_as_one = pixels if moves_as_one is None else moves_as_one
     on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
-    read = Transforms(config.read if train else config.read_evaluate, field="data.read" if train else "data.read_evaluate")
+    field = "read" if train else "read_evaluate"
+    read = Transforms(getattr(config, field), field=f"data.{field}")
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
     about = {"ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims, "image_scale": image_scale}
     moves = PixelTransforms(read, augment, num_classes=num_classes, **about) if moves_as_one else None
+    common: dict[str, Any] = {"num_classes": num_classes, "seed": seed, "window": window, "ignore": ignore}
     return SampleReader(
         images=images,
         transforms=read,
         augment=augment,
         moves=moves if moves is not None and moves.does_anything else None,
-        num_classes=num_classes,
-        seed=seed,
+        **common,
         **({"mixup": config.mixup, "cutmix": config.cutmix} if train else {}),
         bad_images=config.bad_images,
-        window=window,
-        ignore=ignore,
         intensity=intensity or Intensity(),
         image_scale=image_scale,
         visible=config.visible if boxes else None,

@@ -67,9 +67,7 @@ class AnchorHeads:
         assert isinstance(total, Tensor)
         return total / max(1, sum(int((level >= 0).sum()) for level in matched))
 
-    def _of_level(
-        self, values: list[Tensor], anchors: Tensor, matched: Tensor, boxes: Tensor, labels: Tensor
-    ) -> Tensor:
+    def _of_level(self, values: list[Tensor], anchors: Tensor, matched: Tensor, boxes: Tensor, labels: Tensor) -> Tensor:
         logits, codes = values
         learns, counts = matched >= 0, matched != BETWEEN
         wanted = torch.zeros_like(logits)

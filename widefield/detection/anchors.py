@@ -1,9 +1,9 @@
 """Where the places of a detector's maps lie in the whole image, and the anchors of each.
 
 Level l has a map of ceil(H / strides[l]) x ceil(W / strides[l]) places, whatever a rank has of it.  The anchors of the place in
-row i and column j lie about the point (j, i) * step.  The step is the level's stride; torchvision's is image // map, which is the
-same where the sides are multiples of the stride, and elsewhere less: 63 in place of 64 for 20,000 px, so that the last anchors of
-that level are 312 px from what their place sees.
+row i and column j lie about the point (j, i) * step.  The step is the level's stride; torchvision's is image // map, which is
+the same where the sides are multiples of the stride, and elsewhere less: 63 in place of 64 for 20,000 px, so that the last
+anchors of that level are 312 px from what their place sees.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def cell_anchors(sizes: Sequence[int], ratios: Sequence[float]) -> Tensor:
 
 
 def anchors_on(map_size: Size, step: Size, cell: Tensor, like: Tensor) -> Tensor:
-    """(rows * columns * A, 4) of all places, row by row.  like: a tensor of the dtype and on the device that they shall have."""
+    """(rows * columns * A, 4) of all places, row by row.  like: a tensor of the dtype and on the device that they shall
+    have."""
     down, across = (torch.arange(count, device=like.device) * by for count, by in zip(map_size, step, strict=True))
     y, x = torch.meshgrid(down, across, indexing="ij")
     places = torch.stack([x, y, x, y], dim=-1).reshape(-1, 1, 4).to(like.dtype)

@@ -22,8 +22,8 @@ from widefield.detection.targets import ImageBoxes, boxes_in
 
 @dataclass(frozen=True)
 class PointHeads:
-    """Maps of each level: (B, classes, rows, columns) of logits, (B, 4, ...) distances to the sides, in strides and not below 0,
-    and (B, 1, ...) logits of centerness.  radius: see `matched_by_center`."""
+    """Maps of each level: (B, classes, rows, columns) of logits, (B, 4, ...) distances to the sides, in strides and not below
+    0, and (B, 1, ...) logits of centerness.  radius: see `matched_by_center`."""
 
     classes: int
     levels: MapLevels
@@ -55,9 +55,7 @@ class PointHeads:
         return torch.stack([self._of_level([one[row] for one in level], *rest, boxes, image.labels)
                             for level, *rest in zip(values, anchors, matched, strict=True)]).sum(0)  # fmt: skip
 
-    def _of_level(
-        self, values: list[Tensor], anchors: Tensor, matched: Tensor, boxes: Tensor, labels: Tensor
-    ) -> Tensor:
+    def _of_level(self, values: list[Tensor], anchors: Tensor, matched: Tensor, boxes: Tensor, labels: Tensor) -> Tensor:
         logits, sides, central = values
         learns = matched >= 0
         wanted, own, at = torch.zeros_like(logits), boxes[matched[learns]], anchors[learns]

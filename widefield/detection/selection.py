@@ -2,8 +2,8 @@
 
 As torchvision's, but for three things.  The most candidates of a level and the most boxes of an image are for a megapixel, and
 grow with larger images; where a limit leaves something out, it is told.  Equal scores are taken in the order of levels, places,
-anchors and classes, on every device.  Non-maximum suppression runs class by class on boxes as they are: to move classes apart by
-an offset would leave boxes of 20,000 px an eighth of a pixel in float32.
+anchors and classes, on every device.  Non-maximum suppression runs class by class on boxes as they are: to move classes apart
+by an offset would leave boxes of 20,000 px an eighth of a pixel in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Heads(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundBoxes:
     """What is found in an image, best first: boxes (M, 4), scores (M,), labels (M,) int64.
 
     cut_candidates, cut_detections: how many were left out by the limits of levels, and by that of the image.
@@ -64,7 +64,7 @@ class Limits:
         return -(-number * max(MEGAPIXEL, size[0] * size[1]) // MEGAPIXEL)
 
 
-def found_in(heads: Heads, output: Sequence[Sequence[Tensor]], size: Size, limits: Limits) -> Found:
+def found_in(heads: Heads, output: Sequence[Sequence[Tensor]], size: Size, limits: Limits) -> FoundBoxes:
     """What is found in one image of `size`, from its maps without the dim of images, of float32 or wider."""
     most = limits.most(limits.candidates, size)
     parts, left_out = [], 0
@@ -79,7 +79,7 @@ def found_in(heads: Heads, output: Sequence[Sequence[Tensor]], size: Size, limit
     boxes, scores, labels = (torch.cat(columns) for columns in zip(*parts, strict=True))
     kept = _not_suppressed(boxes, scores, labels, limits.overlap)
     shown = kept[: limits.most(limits.detections, size)]
-    return Found(boxes[shown], scores[shown], labels[shown], left_out, len(kept) - len(shown))
+    return FoundBoxes(boxes[shown], scores[shown], labels[shown], left_out, len(kept) - len(shown))
 
 
 def _not_suppressed(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:

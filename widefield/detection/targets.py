@@ -1,11 +1,11 @@
 """Boxes as targets: one tensor for each image, and one for a batch of images that have different numbers of them.
 
-An image's boxes are rows (N, 7) of float64: x1, y1, x2, y2, class number, crowd, area.  A crowd (1) is a region with objects that
-nobody told apart, as in COCO: it is not learned, and what is found in it counts neither for nor against.  The area is of the
-object, which may be smaller than its box; COCO's scores of small, medium and large objects go by it.
+An image's boxes are rows (N, 7) of float64: x1, y1, x2, y2, class number, crowd, area.  A crowd (1) is a region with objects
+that nobody told apart, as in COCO: it is not learned, and what is found in it counts neither for nor against.  The area is of
+the object, which may be smaller than its box; COCO's scores of small, medium and large objects go by it.
 
-A batch is (B, 1 + most, 7).  Row 0 of each image is the image itself, (0, 0, W, H), with the class WHOLE; its boxes follow, then
-rows of the class NOTHING.  So a batch of boxes is cut, moved and doubled by samples as any other target.
+A batch is (B, 1 + most, 7).  Row 0 of each image is the image itself, (0, 0, W, H), with the class WHOLE; its boxes follow,
+then rows of the class NOTHING.  So a batch of boxes is cut, moved and doubled by samples as any other target.
 """
 
 from __future__ import annotations

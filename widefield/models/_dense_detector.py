@@ -1,7 +1,7 @@
 """Detectors of one stage: a backbone, a feature pyramid and heads, that give maps; without anchors, losses and resizing.
 
-Their parameters have the names that torchvision's RetinaNet and FCOS have, so weights of either load into the other.  Images are
-taken as they are: torchvision's own forward resizes them to 800 to 1,333 px and normalizes them once more.
+Their parameters have the names that torchvision's RetinaNet and FCOS have, so weights of either load into the other.  Images
+are taken as they are: torchvision's own forward resizes them to 800 to 1,333 px and normalizes them once more.
 """
 
 from __future__ import annotations
@@ -88,13 +88,17 @@ class TimmPyramid(nn.Module):
         try:
             import timm
         except ImportError:
-            raise ValueError(f"model.options.backbone is timm/{name} and timm is not installed: pip install 'widefield[timm]'") from None
+            raise ValueError(
+                f"model.options.backbone is timm/{name} and timm is not installed: pip install 'widefield[timm]'"
+            ) from None
         try:
             known = timm.create_model(name, features_only=True, in_chans=in_channels).feature_info.reduction()
             chosen = [known.index(stride) for stride in strides]
             self.body = timm.create_model(name, features_only=True, in_chans=in_channels, out_indices=chosen)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"model.options.backbone: timm/{name} gives no features of the strides {list(strides)}: {error}") from None
+            raise ValueError(
+                f"model.options.backbone: timm/{name} gives no features of the strides {list(strides)}: {error}"
+            ) from None
         self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), out_channels, extra_blocks=coarser)
         self.out_channels = out_channels
 
@@ -150,7 +154,8 @@ def _check(backbone: str, strides: Sequence[int], norm: str) -> None:
     run = [one for one in powers if strides and strides[0] <= one <= strides[-1]]
     few = [one for one in strides if one > 32] not in ([], [64, 128])
     if list(strides) != run or (backbone != SMALL and (run[0] < 4 or run[0] > 32 or few)):
+        more = "" if backbone == SMALL else ", from 4 to 32, with 64 and 128 after 32 or without both"
         raise ValueError(
-            f"model.options.strides is {list(strides)}; of {backbone} wanted are neighbouring powers of two"
-            f"{'' if backbone == SMALL else ', from 4 to 32, with 64 and 128 after 32 or without both'}, as [8, 16, 32, 64, 128]"
+            f"model.options.strides is {list(strides)}; of {backbone} wanted are neighbouring powers of two{more}, as "
+            "[8, 16, 32, 64, 128]"
         )

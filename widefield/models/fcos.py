@@ -43,8 +43,8 @@ def build(
     """
     if type(features) is not int or features % 32 or type(convolutions) is not int or convolutions < 1:
         raise ValueError(
-            f"model.options.features is {features!r} and convolutions {convolutions!r}; FCOS's heads normalize 32 groups of channels: "
-            "give a multiple of 32, and 1 convolution or more"
+            f"model.options.features is {features!r} and convolutions {convolutions!r}; FCOS's heads normalize 32 "
+            "groups of channels: give a multiple of 32, and 1 convolution or more"
         )
     about: dict[str, Any] = {"width": width, "features": features, "norm": norm}
     made = backbone_of(in_channels, backbone=backbone, strides=strides, **about)

@@ -1,7 +1,8 @@
 """RetinaNet (Lin et al. 2017, arXiv:1708.02002): a backbone, a feature pyramid, and heads for the anchors of each place.
 
 Parameters are named as in torchvision.models.detection.RetinaNet, whose anchors and losses are those of the task `detection`.
-Classes are numbered from 0 without one for the background; a network trained by torchvision on COCO has 91, of which 0 is unused.
+Classes are numbered from 0 without one for the background; a network trained by torchvision on COCO has 91, of which 0 is
+unused.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def build(
     """backbone: `small`, a ResNet of torchvision by name, or timm/NAME.  strides: pixels of the image per place of each level.
 
     anchors: of a place, the task's octaves times its ratios.  features: channels of the pyramid.  width: of `small`'s first
-    convolutions.  norm: `batch`, `frozen` (statistics and all), or `group`, of `small`.  p6_from_c5: make the level of stride 64
-    of the backbone's last features, as torchvision's retinanet_resnet50_fpn_v2.
+    convolutions.  norm: `batch`, `frozen` (statistics and all), or `group`, of `small`.  p6_from_c5: make the level of stride
+    64 of the backbone's last features, as torchvision's retinanet_resnet50_fpn_v2.
     """
     check_counts(anchors=anchors)
     about: dict[str, Any] = {"width": width, "features": features, "norm": norm, "p6_from_c5": p6_from_c5}

@@ -13,7 +13,7 @@ from torch import Tensor
 from widefield.data.batch import Batch
 from widefield.data.pixel_transforms import OfImagesAlone
 from widefield.data.transforms import Transforms
-from widefield.detection.selection import Found
+from widefield.detection.selection import FoundBoxes
 from widefield.geometry.box import slices
 from widefield.prediction.restored import pixels_of
 from widefield.prediction.transformed import Transformed, ignore_label, transformed, transforms_of
@@ -47,7 +47,8 @@ class Answer:
     probabilities_of_pixels: Tensor | None = None
     """(K, *pixels) float16, where asked for."""
     boxes: list[list[float]] | None = None
-    """Of objects, x1, y1, x2, y2 in pixels of the image as it is in its file, best first; `classes` and `probabilities` are theirs."""
+    """Of objects, x1, y1, x2, y2 in pixels of the image as it is in its file, best first; `classes` and `probabilities` are
+    theirs."""
     left_out: int = 0
     apart: dict[str, float] | None = None
     """Of blended windows, where asked for: at how many `pixels`, and which `share`, labels are not the whole image's."""
@@ -130,12 +131,12 @@ class Asker:
         output = output.flip(dims) if dims and self.pixels else output
         return output.to(torch.promote_types(output.dtype, torch.float32))
 
-    def _found(self, image: Tensor, batch: Batch) -> list[Found]:
+    def _found(self, image: Tensor, batch: Batch) -> list[FoundBoxes]:
         with self.parts.arithmetic.autocast():
             output = whole(self.parts.model(image))
         return self.parts.task.found(widened(output), [batch.shape[1:]] * len(image))  # type: ignore[attr-defined]
 
-    def _boxed(self, path: str, image: Transformed, found: Found) -> Answer:
+    def _boxed(self, path: str, image: Transformed, found: FoundBoxes) -> Answer:
         boxes, kept = image.boxes_on_original(found.boxes.double().cpu())
         labels, scores = found.labels.cpu()[kept].tolist(), found.scores.double().cpu()[kept].tolist()
         return Answer(path, [self.parts.dataset.classes[label] for label in labels], scores, boxes=boxes.tolist())

@@ -71,8 +71,8 @@ def transforms_of(parts: Parts) -> Transforms | OfImagesAlone:
     listed, pixels = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate"), _has_labels(parts)
     if (pixels or labels_of(parts.task) == "boxes") and any(step.name == "ElasticTransform" for step in listed.steps):
         raise NotImplementedError(
-            "data.read_evaluate has ElasticTransform, whose displacements have no inverse in closed form, so labels and boxes cannot be "
-            "brought back to the pixels of the image; leave it out: data.read_evaluate=[]"
+            "data.read_evaluate has ElasticTransform, whose displacements have no inverse in closed form, so labels and boxes "
+            "cannot be brought back to the pixels of the image; leave it out: data.read_evaluate=[]"
         )
     if not parts.dataset.moves_as_one:
         return listed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,7 +20,7 @@ from widefield.detection.anchor_heads import AnchorHeads, BoxLoss
 from widefield.detection.anchors import MapLevels, Size
 from widefield.detection.coco_scores import coco_scores
 from widefield.detection.point_heads import PointHeads
-from widefield.detection.selection import Found, Limits, found_in
+from widefield.detection.selection import FoundBoxes, Limits, found_in
 from widefield.detection.targets import boxes_in, rows_of, sizes_in, stacked
 from widefield.tasks._torchmetrics import Metric, MetricCollection
 
@@ -46,7 +46,7 @@ class AveragePrecision(Metric):
         for name in ("found", "truth", "images"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
-    def update(self, index: Tensor, found: Sequence[Found], target: Tensor) -> None:
+    def update(self, index: Tensor, found: Sequence[FoundBoxes], target: Tensor) -> None:
         """Add images number `index` (B,).  target: a batch of boxes."""
         for number, answer, truth in zip(index.tolist(), found, boxes_in(target), strict=True):
             columns = [answer.boxes.double(), answer.scores.double()[:, None], answer.labels.double()[:, None]]
@@ -87,7 +87,9 @@ class Detection:
     def sums(self) -> Any:
         """Of FCOS, whose loss divides by what the whole batch learns; None of RetinaNet, whose loss is one of images."""
         heads = self.heads
-        return (lambda output, target: heads.sums(self.fitting(output, target), target)) if isinstance(heads, PointHeads) else None
+        return (
+            (lambda output, target: heads.sums(self.fitting(output, target), target)) if isinstance(heads, PointHeads) else None
+        )
 
     @property
     def finish(self) -> Any:
@@ -113,7 +115,7 @@ class Detection:
     def answers(self, output: Levels) -> Tensor:
         raise AssertionError("what is found depends on the images' sizes: see `found`")
 
-    def found(self, output: Levels, sizes: Sequence[Size]) -> list[Found]:
+    def found(self, output: Levels, sizes: Sequence[Size]) -> list[FoundBoxes]:
         """What is found in each image of a batch.  sizes: (H, W) of each."""
         output = self._checked(output, len(sizes), sizes[0])
         return [
@@ -135,16 +137,17 @@ class Detection:
         return self._checked(output, len(target), sizes_in(target)[0])
 
     def _checked(self, output: Any, images: int, size: Size) -> Levels:
-        wanted = [[(images, channels, *one) for channels in self.heads.channels] for one in self.heads.levels.maps_of(size)]
-        got = _shapes_of(output)
+        maps, got = self.heads.levels.maps_of(size), _shapes_of(output)
+        wanted = [[(images, channels, *one) for channels in self.heads.channels] for one in maps]
         if got == wanted:
             return output
-        number = next((n for n, pair in enumerate(zip(wanted, got, strict=False)) if pair[0] != pair[1]), min(map(len, (wanted, got))))
-        shown = [str(levels[number]) if number < len(levels) else "none" for levels in (wanted, got)]
+        pairs = enumerate(zip(wanted, got, strict=False))
+        place = next((at for at, (one, other) in pairs if one != other), min(len(wanted), len(got)))
+        shown = [str(levels[place]) if place < len(levels) else "none" for levels in (wanted, got)]
         raise ValueError(
-            f"of images of {size[0]} x {size[1]} px the task wants {len(wanted)} levels, number {number} with maps of {shown[0]}, "
-            f"and the model gives {len(got)} levels, there with {shown[1]}; give the model num_classes={self.num_classes} and "
-            f"the anchors of the task, or set task.options.strides={list(self.heads.levels.strides)} to what its levels have"
+            f"of {images} images of {size[0]} x {size[1]} px the task wants {len(wanted)} levels, at {place} maps of {shown[0]} "
+            f"and the model gives {len(got)}, there {shown[1]}; give both the same strides, anchors and classes: "
+            f"task.options.strides={list(self.heads.levels.strides)}, {self.num_classes} classes"
         )
 
 
@@ -157,7 +160,9 @@ def _shapes_of(output: Any) -> list[list[tuple[int, ...]]]:
 def _check_installed() -> None:
     """ValueError: what evaluates is an extra that is not here."""
     if importlib.util.find_spec("faster_coco_eval") is None:
-        raise ValueError("task.name=detection evaluates with faster-coco-eval, which is not installed: pip install 'widefield[detection]'")
+        raise ValueError(
+            "task.name=detection evaluates with faster-coco-eval, which is not installed: pip install 'widefield[detection]'"
+        )
 
 
 def build(
@@ -181,13 +186,13 @@ def build(
 ) -> Detection:
     """method: retinanet, heads with anchors, or fcos, without.  strides: pixels of the image per place, of each level.
 
-    Of retinanet: anchor_scale, the side of the smallest anchor in strides; octaves, how many sizes, up to twice that; ratios, of
-    height to width; overlap, below which IoU an anchor is background, and from which it learns a box; box_loss, `l1`,
-    `smooth_l1` or `giou`.  Of fcos: radius, in strides, about a box's center, in which places learn it.
-    alpha, gamma: of the focal loss.  torchvision_anchors: places lie `image // map` apart, as in torchvision, and not a stride.
-    score: the least of what is found (0.05, of fcos 0.2).  suppress: the largest IoU of two boxes of one class (0.5, of fcos
-    0.6).  candidates: the most of a level, and detections: of an image, both per megapixel, and for smaller images as for one.
-    ValueError: options out of range.
+    Of retinanet: anchor_scale, the side of the smallest anchor in strides; octaves, how many sizes, up to twice that; ratios,
+    of height to width; overlap, below which IoU an anchor is background, and from which it learns a box; box_loss, `l1`,
+    `smooth_l1` or `giou`.  Of fcos: radius, in strides, about a box's center, in which places learn it. alpha, gamma: of the
+    focal loss.  torchvision_anchors: places lie `image // map` apart, as in torchvision, and not a stride. score: the least of
+    what is found (0.05, of fcos 0.2).  suppress: the largest IoU of two boxes of one class (0.5, of fcos 0.6).  candidates: the
+    most of a level, and detections: of an image, both per megapixel, and for smaller images as for one. ValueError: options out
+    of range.
     """
     least, most = {"retinanet": (0.05, 0.5), "fcos": (0.2, 0.6)}.get(method, (0.0, 0.0))
     limits = Limits(least if score is None else score, most if suppress is None else suppress, candidates, detections)
@@ -201,31 +206,30 @@ def build(
     return Detection(num_classes, heads, limits)
 
 
-def _check(
-    method: str, strides: Sequence[int], octaves: int, ratios: Sequence[float], overlap: Sequence[float], box_loss: str, limits: Limits
-) -> None:
+def _check(method: str, strides: Any, octaves: Any, ratios: Any, overlap: Any, box_loss: str, limits: Limits) -> None:
     """ValueError: options out of range."""
-    wrong = {
-        f"method is {method!r}; retinanet or fcos is wanted. Detectors of two stages and SSD have losses of other kinds": method
-        not in get_args(Method),
-        f"strides is {strides!r}; whole numbers that rise are wanted, one of each level": not strides
-        or any(type(one) is not int or one < 1 for one in strides)
-        or sorted(set(strides)) != list(strides),
-        f"octaves is {octaves!r}; a whole number of 1 or more is wanted": type(octaves) is not int or octaves < 1,
-        f"ratios is {ratios!r}; numbers above 0 are wanted": not ratios or any(one <= 0 for one in ratios),
-        f"overlap is {overlap!r}; two rising numbers from 0 to 1 are wanted": len(overlap) != 2
-        or not 0 <= overlap[0] <= overlap[1] <= 1,
-        f"box_loss is {box_loss!r}; {', '.join(get_args(BoxLoss))} are there": box_loss not in get_args(BoxLoss),
-        f"score is {limits.score!r} and suppress {limits.overlap!r}; shares from 0 to 1 are wanted": not (
-            0 <= limits.score <= 1 and 0 <= limits.overlap <= 1
-        ),
-        f"candidates is {limits.candidates!r} and detections {limits.detections!r}; whole numbers of 1 or more are wanted": any(
-            type(one) is not int or one < 1 for one in (limits.candidates, limits.detections)
-        ),
-    }
-    told = next((what for what, is_wrong in wrong.items() if is_wrong), None)
+    counts = [limits.candidates, limits.detections]
+    rules: list[tuple[bool, str]] = [
+        (method in get_args(Method), f"method is {method!r}; retinanet or fcos is wanted, others have losses of other kinds"),
+        (_all(strides, lambda one: type(one) is int and one > 0) and sorted(set(strides)) == list(strides),
+         f"strides is {strides!r}; whole numbers that rise are wanted, one of each level"),
+        (type(octaves) is int and octaves > 0, f"octaves is {octaves!r}; a whole number of 1 or more is wanted"),
+        (_all(ratios, lambda one: one > 0), f"ratios is {ratios!r}; numbers above 0 are wanted"),
+        (len(overlap) == 2 and 0 <= overlap[0] <= overlap[1] <= 1,
+         f"overlap is {overlap!r}; two rising numbers from 0 to 1 are wanted"),
+        (box_loss in get_args(BoxLoss), f"box_loss is {box_loss!r}; {', '.join(get_args(BoxLoss))} are there"),
+        (_all([limits.score, limits.overlap], lambda one: 0 <= one <= 1),
+         f"score is {limits.score!r} and suppress {limits.overlap!r}; shares from 0 to 1 are wanted"),
+        (_all(counts, lambda one: type(one) is int and one > 0),
+         f"candidates is {counts[0]!r} and detections {counts[1]!r}; whole numbers of 1 or more are wanted"),
+    ]  # fmt: skip
+    told = next((what for is_right, what in rules if not is_right), None)
     if told is not None:
         raise ValueError(f"task.options.{told}")
+
+
+def _all(values: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list | tuple) and bool(values) and all(map(is_right, values))
 
 
 _TARGET = stacked([rows_of([[0, 0, 8, 8]], [1]), rows_of([], [])], [(16, 16), (16, 16)])

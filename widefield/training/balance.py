@@ -45,8 +45,8 @@ def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
     stages = mesh.plan.stage
     if stages > 1 and tasks.labels_of(task) == "boxes":
         raise NotImplementedError(
-            f"task.name={config.task.name} wants the maps of all levels, and the last of the {stages} stages of mesh.stage gives one "
-            "tensor; set mesh.stage=1, and cut images by mesh.space in its place"
+            f"task.name={config.task.name} wants the maps of all levels, and the last of the {stages} stages of mesh.stage "
+            "gives one tensor; set mesh.stage=1, and cut images by mesh.space in its place"
         )
     if stages > 1 and getattr(task, "finish", None) is not None:
         raise NotImplementedError(

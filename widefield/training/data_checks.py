@@ -73,7 +73,9 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
     if dataset.labels == "image":
         _check_images(config, dataset, task)
     if dataset.labels == "boxes" and dataset.dims == 3:
-        raise NotImplementedError(f"data.name={name} has boxes in volumes, and anchors, losses and scores are of images (C, H, W)")
+        raise NotImplementedError(
+            f"data.name={name} has boxes in volumes, and anchors, losses and scores are of images (C, H, W)"
+        )
     if not dataset.pixels and dataset.labels != "boxes":
         return
     for field_name in ("mixup", "cutmix"):
@@ -109,7 +111,12 @@ _LABELS_IN_WORDS: dict[Labels, str] = {
     "image": "images as targets",
     "boxes": "boxes",
 }
-_TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation", "image": "restoration", "boxes": "detection"}
+_TASK_FOR: dict[Labels, str] = {
+    "class": "classification",
+    "pixels": "segmentation",
+    "image": "restoration",
+    "boxes": "detection",
+}
 
 
 def why_scaled(config: RunConfig, dataset: Dataset) -> str | None:

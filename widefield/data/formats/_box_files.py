@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class KnownBoxes:
 
 
 @dataclass(frozen=True)
-class Boxed:
+class BoxedFile:
     """An image's file with its boxes, as x1, y1, x2, y2 in edges, their class numbers, crowds and areas (None: the boxes')."""
 
     file: Path
@@ -45,12 +45,12 @@ class Boxed:
 
 
 def dataset_of_boxes(
-    images: Sequence[Boxed],
+    images: Sequence[BoxedFile],
     config: DataConfig,
     *,
     source: str,
     classes: list[str],
-    train: Sequence[Boxed] | None,
+    train: Sequence[BoxedFile] | None,
     channels: int | None,
     group: str | None,
     more: Sequence[str] = (),
@@ -64,16 +64,20 @@ def dataset_of_boxes(
     if train is not None:
         for key in ("hold_out", "fold"):
             if getattr(config, key) is not None:
-                raise ValueError(f"{source} says what to train on and to evaluate, so leave data.{key}={getattr(config, key)} out")
+                raise ValueError(
+                    f"{source} says what to train on and to evaluate, so leave data.{key}={getattr(config, key)} out"
+                )
     sides = [[one.record(group) for one in side] for side in (images, train or ())]
     boxes = sum(len(one.labels) for side in (images, train or ()) for one in side)
     about: dict[str, Any] = {"source": source, "classes": classes, "labels": "boxes", "channels": channels, "dtype": None}
-    return dataset_of_records(sides[0], config, **about, train=sides[1] if train is not None else None, more=[f"{boxes:,} boxes", *more])
+    return dataset_of_records(
+        sides[0], config, **about, train=sides[1] if train is not None else None, more=[f"{boxes:,} boxes", *more]
+    )
 
 
-def first_file(places: Sequence[Path], of: Callable[[], str]) -> Path:
-    """The first of these that is a file.  ValueError, beginning with `of()`: none is."""
+def first_file(places: Sequence[Path], what: str) -> Path:
+    """The first of these that is a file.  ValueError, beginning with `what`: none is."""
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise ValueError(f"{of()} is in none of {', '.join(sorted({str(place.parent) for place in places}))}; put it there")
+        raise ValueError(f"{what} is in none of {', '.join(sorted({str(place.parent) for place in places}))}; put it there")
     return found

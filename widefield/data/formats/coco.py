@@ -4,9 +4,9 @@ annotations/instances_train2017.json, annotations/instances_val2017.json, train2
 train/_annotations.coco.json, train/*.jpg, valid/_annotations.coco.json, valid/*.jpg
 boxes.json                             one file as data.path, which data.hold_out or data.fold splits
 
-An image is looked for beside its JSON file, in `images` there, and in the folder of the split.  Classes are the categories in the
-order of their ids, numbered from 0.  A crowd (iscrowd) is not learned and not counted; `area` decides what is small.  Boxes without
-width or height are left out, and told.
+An image is looked for beside its JSON file, in `images` there, and in the folder of the split.  Classes are the categories in
+the order of their ids, numbered from 0.  A crowd (iscrowd) is not learned and not counted; `area` decides what is small.  Boxes
+without width or height are left out, and told.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from widefield.config import DataConfig
 from widefield.data import Dataset
-from widefield.data.formats._box_files import Boxed, dataset_of_boxes, first_file
+from widefield.data.formats._box_files import BoxedFile, dataset_of_boxes, first_file
 from widefield.data.mask_layouts import TRAIN, VAL
 
 Tree = dict[str, Any]
@@ -71,9 +71,10 @@ def _annotation_files(root: Path, train: str | None, evaluate: str | None) -> li
     sides = [[file for file in files if _is_of(file, words)] for words in (TRAIN, VAL[:3])]
     if all(len(side) == 1 for side in sides):
         return [side[0] for side in sides]
+    have = [str(file.relative_to(root)) for file in files]
     raise ValueError(
         f"{root} has {len(sides[0])} JSON files to train on and {len(sides[1])} to evaluate by their names; name them: "
-        f"data.options.train and data.options.evaluate. It has: {', '.join(str(file.relative_to(root)) for file in files) or 'none'}"
+        f"data.options.train and data.options.evaluate. It has: {', '.join(have) or 'none'}"
     )
 
 
@@ -93,8 +94,8 @@ def _tree(file: Path) -> Tree:
         parts = {key: tree[key] for key in ("images", "annotations", "categories")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{file} is no file of COCO's annotations ({type(error).__name__}: {error}); a JSON object with images, annotations "
-            "and categories is wanted"
+            f"{file} is no file of COCO's annotations ({type(error).__name__}: {error}); a JSON object with images, "
+            "annotations and categories is wanted"
         ) from None
     return parts
 
@@ -107,7 +108,7 @@ def _categories(tree: Tree, file: Path) -> dict[int, str]:
         raise ValueError(f"{file} has a category without id or name ({type(error).__name__}: {error}); mend it") from None
 
 
-def _images(tree: Tree, file: Path, root: Path, extra: list[Path], ids: list[int], odd: list[str]) -> list[Boxed]:
+def _images(tree: Tree, file: Path, root: Path, extra: list[Path], ids: list[int], odd: list[str]) -> list[BoxedFile]:
     """odd: gets the names of images with boxes that have no area."""
     of_image: dict[Any, list[Tree]] = defaultdict(list)
     for one in tree["annotations"]:
@@ -120,10 +121,8 @@ def _images(tree: Tree, file: Path, root: Path, extra: list[Path], ids: list[int
     if lost is not None:
         raise ValueError(f"{file} has a box of the image {lost!r}, which it has not; mend it")
     folders = [*extra, file.parent, file.parent / "images", root / "images", root, *_folders_of(file, root)]
-    return [
-        _boxed(first_file([folder / name for folder in folders], lambda name=name: f"{name}, of {file},"), of_image[number], ids, file, odd)
-        for number, name in known.items()
-    ]
+    found = {number: first_file([folder / name for folder in folders], f"{name}, of {file},") for number, name in known.items()}
+    return [_boxed(image, of_image[number], ids, file, odd) for number, image in found.items()]
 
 
 def _folders_of(file: Path, root: Path) -> list[Path]:
@@ -132,7 +131,7 @@ def _folders_of(file: Path, root: Path) -> list[Path]:
     return [place / name for name in names for place in (root, root / "images", file.parent)]
 
 
-def _boxed(image: Path, annotations: list[Tree], ids: list[int], file: Path, odd: list[str]) -> Boxed:
+def _boxed(image: Path, annotations: list[Tree], ids: list[int], file: Path, odd: list[str]) -> BoxedFile:
     """ValueError: an annotation without numbers, or of no category."""
     rows = []
     for one in annotations:
@@ -150,7 +149,7 @@ def _boxed(image: Path, annotations: list[Tree], ids: list[int], file: Path, odd
         else:
             odd.append(image.name)
     boxes, labels, crowd, area = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Boxed(image, boxes, labels, crowd, area)
+    return BoxedFile(image, boxes, labels, crowd, area)
 
 
 def _sample_coco(place: Path, write: Callable[[Path], None]) -> Path:

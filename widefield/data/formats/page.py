@@ -1,7 +1,7 @@
 """Synthetic pages of any size with scikit-learn's digits, for segmentation: class 0 is background, 1..10 are the digits 0..9.
 
-With `pairs`, for restoration: degraded pages with clean ones as targets, see _page_pairs.py.  With `boxes`, for detection: the box
-of each digit, see _page_boxes.py.
+With `pairs`, for restoration: degraded pages with clean ones as targets, see _page_pairs.py.  With `boxes`, for detection: the
+box of each digit, see _page_boxes.py.
 
 A page is a grid of square cells.  A cell has one digit or none: a scan of 8x8 pixels, enlarged bilinearly, with random size,
 place and contrast within its cell, so digits never overlap; at the page's edge they may be cut off.  The background has a
@@ -223,16 +223,21 @@ def open_dataset(
         Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]
         for split, count, part in zip(("train", "evaluate"), pages, (scans.train, scans.evaluate), strict=True)
     )
-    if pairs and boxes:
-        raise ValueError("data.options has pairs and boxes, which are targets of two kinds; leave one of them out")
     if boxes:
-        splits = BoxedPages(train), BoxedPages(evaluate)
-        return Dataset(*splits, scans.classes, 1, [0.298], [0.14], in_memory=False, labels="boxes")
+        return _boxed(train, evaluate, scans.classes, pairs=pairs)
     if pairs:
         return paired(train, evaluate, Degradation(noise, scale), layout.size)
     names = ["background", *scans.classes]
     # mean and standard deviation of the pixels of the 64 training pages that the defaults make
     return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, labels="pixels")
+
+
+def _boxed(train: Pages, evaluate: Pages, classes: list[str], *, pairs: bool) -> Dataset:
+    """ValueError: `pairs` are asked for too."""
+    if pairs:
+        raise ValueError("data.options has pairs and boxes, which are targets of two kinds; leave one of them out")
+    splits = BoxedPages(train), BoxedPages(evaluate)
+    return Dataset(*splits, classes, 1, [0.298], [0.14], in_memory=False, labels="boxes")
 
 
 def _layout_of(size: tuple[int, int], digit_px: tuple[int, int], digits_per_megapixel: float) -> PageLayout:
@@ -259,6 +264,11 @@ def _check(**options: tuple[int, int]) -> None:
 CASES = [
     ({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11),
     ({"options": {"size": [64, 96], "pages": [3, 2], "pairs": True, "scale": 2}}, 3, 2, 1),
-    ({"options": {"size": [160, 200], "pages": [3, 2], "digit_px": [12, 20], "digits_per_megapixel": 2000, "boxes": True}}, 3, 2, 10),
+    (
+        {"options": {"size": [160, 200], "pages": [3, 2], "digit_px": [12, 20], "digits_per_megapixel": 2000, "boxes": True}},
+        3,
+        2,
+        10,
+    ),
 ]
 """As in digits.py."""

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from widefield.config import DataConfig
 from widefield.data import Dataset
-from widefield.data.formats._box_files import Boxed, dataset_of_boxes, first_file
+from widefield.data.formats._box_files import BoxedFile, dataset_of_boxes, first_file
 from widefield.data.mask_layouts import IMAGES
 from widefield.data.pixel_files import SUFFIXES
 
@@ -30,15 +30,17 @@ def open_dataset(
     channels: int | None = None,
     group: str | None = None,
 ) -> Dataset:
-    """classes: names in their order; None: all that occur, by alphabet.  difficult: `ignore` what is marked so, as a crowd, which is
-    neither learned nor counted, or `keep` it as the others.
+    """classes: names in their order; None: all that occur, by alphabet.  difficult: `ignore` what is marked so, as a crowd,
+    which is neither learned nor counted, or `keep` it as the others.
 
     channels: None: those of the first image.  group: a regular expression whose match in a path is the group.
     ValueError, which names the file: no folders, an XML file that is none, a box without numbers, a class that is not listed.
     """
     root = Path(config.path or "")
     if config.path is None or not (root / "Annotations").is_dir():
-        raise ValueError(f"data.path is {config.path}, and data.name=voc reads a folder with Annotations/ and JPEGImages/; name one")
+        raise ValueError(
+            f"data.path is {config.path}, and data.name=voc reads a folder with Annotations/ and JPEGImages/; name one"
+        )
     if difficult not in ("ignore", "keep"):
         raise ValueError(f"data.options.difficult is {difficult!r}; ignore or keep is wanted")
     lists = [root / "ImageSets" / "Main" / f"{split}.txt" for split in ("train", "val")]
@@ -48,7 +50,9 @@ def open_dataset(
     names = found if classes is None else list(classes)
     unknown = next((name for name in found if name not in names), None)
     if unknown is not None:
-        raise ValueError(f"{root / 'Annotations'} has objects of the class '{unknown}', which data.options.classes does not list")
+        raise ValueError(
+            f"{root / 'Annotations'} has objects of the class '{unknown}', which data.options.classes does not list"
+        )
     boxed = [[_boxed(one, names, difficult) for one in side] for side in read]
     about: dict[str, Any] = {"source": str(root), "classes": names, "channels": channels, "group": group}
     return dataset_of_boxes(boxed[-1], config, train=boxed[0] if len(boxed) == 2 else None, **about)
@@ -79,7 +83,7 @@ def _annotated(root: Path, stem: str) -> _Named:
     name = tree.findtext("filename") or ""
     folders = [root / folder for folder in ("JPEGImages", *IMAGES)]
     names = [Path(name).name, *(stem + suffix for suffix in SUFFIXES)] if name else [stem + suffix for suffix in SUFFIXES]
-    return first_file([folder / one for folder in folders for one in names], lambda: f"the image of {file}"), objects
+    return first_file([folder / one for folder in folders for one in names], f"the image of {file}"), objects
 
 
 def _object(tree: ElementTree.Element) -> tuple[str, tuple[float, ...], bool]:
@@ -91,10 +95,10 @@ def _object(tree: ElementTree.Element) -> tuple[str, tuple[float, ...], bool]:
     return name.strip(), (x1 - 1, y1 - 1, x2, y2), (tree.findtext("difficult") or "0").strip() == "1"
 
 
-def _boxed(one: _Named, names: list[str], difficult: Difficult) -> Boxed:
+def _boxed(one: _Named, names: list[str], difficult: Difficult) -> BoxedFile:
     image, objects = one
     labels, boxes = tuple(names.index(name) for name, *_ in objects), tuple(box for _, box, _ in objects)
-    return Boxed(image, boxes, labels, tuple(hard and difficult == "ignore" for *_, hard in objects))
+    return BoxedFile(image, boxes, labels, tuple(hard and difficult == "ignore" for *_, hard in objects))
 
 
 def _sample_voc(place: Path, write: Callable[[Path], None]) -> Path:

@@ -55,8 +55,8 @@ def _numbers(line: str, file: Path, number: int) -> list[float]:
         values = []
     if len(values) < 5 or len(values) % 2 == 0 or not all(map(math.isfinite, values)):
         raise BadImageError(
-            f"line {number} of {file} is {line.strip()[:60]!r}; class, center x, center y, width, height are wanted, or class and "
-            "an outline x y x y x y"
+            f"line {number} of {file} is {line.strip()[:60]!r}; class, center x, center y, width, height are wanted, or class "
+            "and an outline x y x y x y"
         )
     return values
 

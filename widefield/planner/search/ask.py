@@ -140,8 +140,8 @@ def _refuse_boxes(config: RunConfig) -> None:
     """NotImplementedError: the task matches boxes, of which an emulated step has none."""
     if config.task.name == "detection":
         raise NotImplementedError(
-            "task.name=detection matches anchors with boxes, and what that takes depends on the boxes, which an emulated step has "
-            "not; write the mesh yourself, and plan with the model's backbone and task.name=classification for its memory"
+            "task.name=detection matches anchors with boxes, and what that takes depends on the boxes, which an emulated step "
+            "has not; write the mesh yourself, and plan with the model's backbone and task.name=classification for its memory"
         )
 
 
