@@ -27,7 +27,7 @@ _SIZE: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": 
 
 class DataConfig(Section):
     name: str
-    """A file in widefield/data/formats/, as `digits`, `imagefolder`, `manifest`, `masks`, `pairs`, `webdataset`, or
+    """A file in widefield/data/formats/, as `digits`, `imagefolder`, `manifest`, `masks`, `pairs`, `coco`, `webdataset`, or
     `package.module:callable`."""
     path: str | None = None
     """The folder or file that the format reads; `digits` and `page` need none."""

@@ -328,8 +328,7 @@ def reader_of(
     """
     moves_as_one = pixels if moves_as_one is None else moves_as_one
     on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
-    field = "read" if train else "read_evaluate"
-    read = Transforms(getattr(config, field), field=f"data.{field}")
+    read = Transforms(config.read if train else config.read_evaluate, field="data.read" if train else "data.read_evaluate")
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
     about = {"ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims, "image_scale": image_scale}
     moves = PixelTransforms(read, augment, num_classes=num_classes, **about) if moves_as_one else None

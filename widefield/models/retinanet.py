@@ -8,6 +8,7 @@ unused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,18 +37,26 @@ def build(
     features: int = 256,
     width: int = 16,
     norm: str = "batch",
+    head_norm: str | None = None,
     p6_from_c5: bool = False,
 ) -> nn.Module:
     """backbone: `small`, a ResNet of torchvision by name, or timm/NAME.  strides: pixels of the image per place of each level.
 
     anchors: of a place, the task's octaves times its ratios.  features: channels of the pyramid.  width: of `small`'s first
-    convolutions.  norm: `batch`, `frozen` (statistics and all), or `group`, of `small`.  p6_from_c5: make the level of stride
-    64 of the backbone's last features, as torchvision's retinanet_resnet50_fpn_v2.
+    convolutions.  norm: `batch`, `frozen` (statistics and all), or `group`, of `small`.  head_norm: `group` normalizes 32
+    groups of channels in the heads.  p6_from_c5: make the level of stride 64 of the backbone's last features.  These two make it
+    torchvision's retinanet_resnet50_fpn_v2.
+    ValueError: options out of range.
     """
     check_counts(anchors=anchors)
+    if head_norm not in (None, "group") or (head_norm and features % 32):
+        raise ValueError(
+            f"model.options.head_norm is {head_norm!r} and features {features}; null is wanted, or group with 32, 64, ... features"
+        )
     about: dict[str, Any] = {"width": width, "features": features, "norm": norm, "p6_from_c5": p6_from_c5}
     made = backbone_of(in_channels, backbone=backbone, strides=strides, **about)
-    return RetinaNetMaps(made, RetinaNetHead(features, anchors, num_classes))
+    group = partial(nn.GroupNorm, 32) if head_norm else None
+    return RetinaNetMaps(made, RetinaNetHead(features, anchors, num_classes, norm_layer=group))
 
 
 CASES = [

@@ -145,8 +145,8 @@ class Detection:
         place = next((at for at, (one, other) in pairs if one != other), min(len(wanted), len(got)))
         shown = [str(levels[place]) if place < len(levels) else "none" for levels in (wanted, got)]
         raise ValueError(
-            f"of {images} images of {size[0]} x {size[1]} px the task wants {len(wanted)} levels, at {place} maps of {shown[0]} "
-            f"and the model gives {len(got)}, there {shown[1]}; give both the same strides, anchors and classes: "
+            f"of {images} images of {size[0]} x {size[1]} px the task wants {len(wanted)} levels, at {place} maps "
+            f"of {shown[0]} and the model gives {len(got)}, there {shown[1]}; give both the same strides, anchors and classes: "
             f"task.options.strides={list(self.heads.levels.strides)}, {self.num_classes} classes"
         )
 

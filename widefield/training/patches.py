@@ -74,8 +74,8 @@ def sampled(config: RunConfig, dataset: Dataset, mesh: Mesh, *, ignore: int | No
 
 def _why_no_boxes(key: str, name: str) -> str:
     return (
-        f"{key} cuts images up before their boxes are known, and data.name={name} has boxes; use RandomCrop in data.read, whose "
-        "boxes follow, or whole images with mesh.space"
+        f"{key} cuts images up before their boxes are known, and data.name={name} has boxes; use RandomCrop in data.read, "
+        "whose boxes follow, or whole images with mesh.space"
     )
 
 
@@ -104,8 +104,7 @@ def _check(config: RunConfig, dataset: Dataset) -> None:
     if data.patches is None:
         _check_channel(config, dataset)
         return
-    side = data.patches.size
-    if len(side) != dataset.dims:
+    if len(side := data.patches.size) != dataset.dims:
         raise ValueError(
             f"data.patches.size={side} has {len(side)} numbers and images have {dataset.dims} dims; give one number per dim"
         )
