@@ -44,14 +44,15 @@ def build(
 
     anchors: of a place, the task's octaves times its ratios.  features: channels of the pyramid.  width: of `small`'s first
     convolutions.  norm: `batch`, `frozen` (statistics and all), or `group`, of `small`.  head_norm: `group` normalizes 32
-    groups of channels in the heads.  p6_from_c5: make the level of stride 64 of the backbone's last features.  These two make it
-    torchvision's retinanet_resnet50_fpn_v2.
+    groups of channels in the heads.  p6_from_c5: make the level of stride 64 of the backbone's last features.  These two make
+    it torchvision's retinanet_resnet50_fpn_v2.
     ValueError: options out of range.
     """
     check_counts(anchors=anchors)
     if head_norm not in (None, "group") or (head_norm and features % 32):
         raise ValueError(
-            f"model.options.head_norm is {head_norm!r} and features {features}; null is wanted, or group with 32, 64, ... features"
+            f"model.options.head_norm is {head_norm!r} and features {features}; null is wanted, or group with 32, 64, ... "
+            "features"
         )
     about: dict[str, Any] = {"width": width, "features": features, "norm": norm, "p6_from_c5": p6_from_c5}
     made = backbone_of(in_channels, backbone=backbone, strides=strides, **about)
