@@ -16,7 +16,7 @@ from widefield.cli import main
 from widefield.comm.mesh import World
 from widefield.config import read_config
 from widefield.data import open_dataset
-from widefield.data.image import write_image
+from widefield.data.image import read_image, write_image
 from widefield.plans import plan_of
 from widefield.run import train
 
@@ -59,6 +59,23 @@ def test_every_held_out_page_is_evaluated(trained):
     table = (trained / "evaluation.csv").read_text().splitlines()
     assert table[0] == "class,boxes,ap" and len(table) == 12 and table[-1].startswith(f"mean,{boxes},")
     assert (trained / "report.html").is_file()
+
+
+def test_the_worst_pages_are_shown_with_their_boxes(trained):
+    """Every page is among the worst of 24; its digits have green frames where the truth has boxes."""
+    told = json.loads((trained / "evaluation.json").read_text())["mistakes"]
+    assert sorted(one["id"] for one in told) == [f"page/evaluate/{number}" for number in range(5)]
+    assert [one["loss"] for one in told] == sorted((one["loss"] for one in told), reverse=True)
+    for one in told:
+        _, rows = page_of(trained, int(one["id"].rpartition("/")[2]))
+        shown = read_image(trained / one["picture"]).long()
+        for x1, y1, x2, y2, *_ in rows.long().tolist():
+            for y, x in ((y1, x1), (y2 - 1, x2 - 1), (y1, x2 - 1)):
+                assert shown[:, y, x].tolist() == [60, 200, 90]
+        assert sum(int(word.partition(" x ")[0]) if " x " in word else 1 for word in one["truth"].split(", ")) == len(
+            rows
+        ) or not len(rows)
+    assert "page/evaluate/0" in (trained / "report.html").read_text()
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path):
@@ -132,3 +149,11 @@ def test_a_file_of_that_name_is_not_overwritten(trained, tmp_path, capsys):
     (tmp_path / "answers/coco_results.json").write_text("mine")
     assert main(["predict", str(trained), str(tmp_path / "scan.png"), "--output", str(tmp_path / "answers")]) == 2
     assert "coco_results.json is there and was not written by a prediction" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_the_recipe_reaches_its_map(tmp_path):
+    """67.3 % were seen on two ranks."""
+    train(read_config(RECIPE, ["mesh.space=[]", "log.tensorboard=false", "log.every=100"]), tmp_path / "run", World())
+    assert json.loads((tmp_path / "run/evaluation.json").read_text())["metrics"]["map"] > 60

@@ -29,11 +29,20 @@ from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_cat
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic, widened
 from widefield.training.batch_sharding import on_tiles
+from widefield.training.drawn_boxes import mistakes_of_boxes
 from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of
 from widefield.training.image_thumbnails import pictures_of
 from widefield.training.metric_states import merge_states
 from widefield.training.scores import columns_of_task
-from widefield.training.thumbnails import Thumbnail, join_thumbnails, painted, small_thumbnail_of, thumbnails_of
+from widefield.training.thumbnails import (
+    LONGEST_PX,
+    SMALL_PX,
+    Thumbnail,
+    join_thumbnails,
+    painted,
+    small_thumbnail_of,
+    thumbnails_of,
+)
 from widefield.training.volume_thumbnails import volume_thumbnails_of
 
 
@@ -127,7 +136,7 @@ class _Counts:
         tiled = on_tiles(target, batch, mesh, scale=scale_of(task)) if pixels else target
         self._add_loss(output, tiled, task)
         if labels_of(task) == "boxes":
-            self._add_found(batch, output, target, task)
+            self._add_found(batch, output, target, task, worst)
             return
         measures = whole(task.measures(output, tiled)) if hasattr(task, "measures") else None
         output = tile_of(output, mesh, scale=scale_of(task))
@@ -149,13 +158,17 @@ class _Counts:
             self._picture(batch)
         self.channels = batch.shape[0]
 
-    def _add_found(self, batch: Batch, output: Any, target: Tensor, task: Task) -> None:
+    def _add_found(self, batch: Batch, output: Any, target: Tensor, task: Task, worst: int) -> None:
         """Add what is found in whole images, which metrics gather: their states are lists."""
         self.channels = batch.shape[0]
+        found = task.found(output, sizes_in(target))  # type: ignore[attr-defined]
         if self.first:
             self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
-            found = task.found(output, sizes_in(target))  # type: ignore[attr-defined]
             self.metrics.update(batch.index, found, target)
+        if self.counts:
+            mistakes = mistakes_of_boxes(batch.index, target, found, task.loss_each(output, target))
+            self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=by_loss)
+            self._picture(batch, longest_px=LONGEST_PX)
 
     def _add_metrics(self, answers: Tensor, target: Tensor, measures: Tensor | None, *, pixels: bool) -> None:
         """measures: see Task; of whole images, the same on every rank of the copy.  pixels: whether each counts its tile."""
@@ -188,11 +201,11 @@ class _Counts:
             elif self.counts:
                 metric.update(batch.index, answers, target)
 
-    def _picture(self, batch: Batch) -> None:
+    def _picture(self, batch: Batch, *, longest_px: int = SMALL_PX) -> None:
         """Make thumbnails of this batch's images among `mistakes`, and drop those of images no longer among them."""
         pictures, rows = {}, {int(index): row for row, index in enumerate(batch.index)}
         for index in (mistake.index for mistake in self.mistakes):
-            piece = small_thumbnail_of(batch, rows[index]) if index in rows else self.pictures.get(index)
+            piece = small_thumbnail_of(batch, rows[index], longest_px=longest_px) if index in rows else self.pictures.get(index)
             pictures |= {} if piece is None else {index: piece}
         self.pictures = pictures
 
