@@ -54,6 +54,11 @@ def refusal(place: Path | str | None, **options) -> str:
 # ---------------------------------------------------------------------------------------------- every format
 
 
+def classes_in(target, labels: str) -> list:
+    target = torch.as_tensor(target)
+    return (target[:, 4] if labels == "boxes" else target).unique().tolist()
+
+
 @pytest.mark.parametrize(("name", "said", "train", "evaluate", "classes"), CASES, ids=[case[0] for case in CASES])
 def test_every_format_gives_its_images_with_a_class_and_a_name(tmp_path, name, said, train, evaluate, classes):
     said = {key: str(value(tmp_path / "images", save)) if callable(value) else value for key, value in said.items()}
@@ -71,9 +76,9 @@ def test_every_format_gives_its_images_with_a_class_and_a_name(tmp_path, name, s
                 wanted = (classes, *(dataset.scale * extent for extent in image.shape[1:]))
                 assert target.shape == wanted and target.dtype == image.dtype
             continue
-        found = {label for _, labels in read for label in torch.as_tensor(labels).unique().tolist()}
+        found = {label for _, labels in read for label in classes_in(labels, dataset.labels)}
         assert found - {255} == set(range(classes))  # 255: of pixels that do not count
-        assert all(isinstance(labels, int) != dataset.pixels for _, labels in read)
+        assert all(isinstance(labels, int) != (dataset.pixels or dataset.labels == "boxes") for _, labels in read)
         assert not dataset.pixels or all(labels.shape == image.shape[1:] for image, labels in read)
     of = [images.name_of(index) for images in (dataset.train, dataset.evaluate) for index in range(len(images))]
     assert len(set(of)) == train + evaluate, "an image is in both splits"

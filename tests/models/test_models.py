@@ -19,6 +19,11 @@ def made(name: str, channels: int = 3, classes: int = 10, **options) -> nn.Modul
     return build(ModelConfig(name=name, options=options), in_channels=channels, num_classes=classes)
 
 
+def tensors_of(output) -> list[torch.Tensor]:
+    """Of an output, or of all levels of a detector's."""
+    return [output] if isinstance(output, torch.Tensor) else [one for level in output for one in level]
+
+
 def refusal(name: str, channels: int = 3, **options) -> str:
     with pytest.raises(ValueError) as caught:
         made(name, channels, **options)
@@ -31,7 +36,8 @@ def refusal(name: str, channels: int = 3, **options) -> str:
 @pytest.mark.parametrize(("name", "options", "shape", "wanted"), CASES, ids=[case[0] for case in CASES])
 def test_every_model_answers_in_the_shape_it_states(name, options, shape, wanted):
     model = made(name, shape[1], **options)
-    assert model(torch.zeros(shape)).shape == wanted
+    found = [one.shape for one in tensors_of(model(torch.zeros(shape)))]
+    assert found == (wanted if isinstance(wanted, list) else [wanted])
 
 
 @pytest.mark.parametrize(("name", "options", "shape", "wanted"), CASES, ids=[case[0] for case in CASES])
@@ -40,11 +46,10 @@ def test_every_parameter_of_a_model_learns(name, options, shape, wanted):
     torch.manual_seed(0)
     model = made(name, shape[1], **options).double()
     image = torch.randn(shape, dtype=torch.float64)
-    answer = model(image)
-    loss = answer.square().sum()
+    found = tensors_of(model(image))
     if name == "gan":
-        loss = loss + sum(features[-1].square().sum() for features in answers_of(model.discriminator(image, answer)))
-    loss.backward()
+        found += [features[-1] for features in answers_of(model.discriminator(image, *found))]
+    sum(one.square().sum() for one in found).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
@@ -139,7 +144,7 @@ def test_a_users_callable_is_given_the_sizes_it_asks_for(own):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("resnt", "models/ has no resnt.py; did you mean 'resnet'? It has: gan, resnet, restorer, unet."),
+        ("resnt", "models/ has no resnt.py; did you mean 'resnet'? It has: fcos, gan, resnet, restorer, retinanet, unet."),
         ("torchvison/resnet18", "did you mean 'torchvision'? The part before / can be: monai, smp, timm, torchvision"),
         ("torchvision/resnet19", "torchvision has no model 'resnet19'; did you mean 'resnet1"),
         ("timm/resnet19", "timm has no model 'resnet19'; did you mean 'resnet1"),

@@ -5,11 +5,12 @@ import re
 import pytest
 import torch
 from torch.nn import functional as F
-from torchmetrics.utilities import dim_zero_sum
+from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from widefield.config import TaskConfig
+from widefield.detection.targets import sizes_in
 from widefield.naming import load, names_in
-from widefield.tasks import build, output_of
+from widefield.tasks import build, labels_of, output_of
 
 CASES = [(name, *case) for name in names_in("widefield.tasks") for case in load("widefield.tasks", name).CASES]
 NUMBERED = pytest.mark.parametrize(("name", "task", "output", "target", "wanted"), CASES, ids=[case[0] for case in CASES])
@@ -17,6 +18,15 @@ NUMBERED = pytest.mark.parametrize(("name", "task", "output", "target", "wanted"
 
 def classification(classes: int = 7, **options):
     return build(TaskConfig(name="classification", options=options), num_classes=classes)
+
+
+def doubled(output):
+    """In float64; of a detector the maps of all levels."""
+    return output.double() if isinstance(output, torch.Tensor) else [tuple(one.double() for one in level) for level in output]
+
+
+def samples_of(output, part: slice):
+    return output[part] if isinstance(output, torch.Tensor) else [tuple(one[part] for one in level) for level in output]
 
 
 def random_batch(classes: int = 7, count: int = 12):
@@ -28,18 +38,22 @@ def random_batch(classes: int = 7, count: int = 12):
 @NUMBERED
 def test_every_task_gives_the_metrics_that_its_cases_state(name, task, output, target, wanted):
     metrics = task.metrics()
-    metrics.update(task.answers(output), target)
+    if labels_of(task) == "boxes":
+        metrics.update(torch.arange(len(target)), task.found(output, sizes_in(target)), target)
+    else:
+        metrics.update(task.answers(output), target)
     values = metrics.compute()
     assert {key: float(values[key]) for key in wanted} == wanted and task.headline in values
 
 
 @NUMBERED
 def test_every_tasks_loss_adds_up_over_samples(name, task, output, target, wanted):
-    each = task.loss_each(output.double(), target)
-    total = task.loss_sum(output.double(), target)
+    output = doubled(output)
+    each = task.loss_each(output, target)
+    total = task.loss_sum(output, target)
     counts = torch.tensor([int(task.count(target[number : number + 1])) for number in range(len(target))])
     torch.testing.assert_close((each * counts).sum(), total, rtol=1e-12, atol=0)
-    halves = [task.loss_sum(output[part].double(), target[part]) for part in (slice(0, 1), slice(1, None))]
+    halves = [task.loss_sum(samples_of(output, part), target[part]) for part in (slice(0, 1), slice(1, None))]
     torch.testing.assert_close(sum(halves), total, rtol=1e-12, atol=0)
     assert task.count(target) == sum(task.count(target[part]) for part in (slice(0, 1), slice(1, None)))
 
@@ -47,7 +61,7 @@ def test_every_tasks_loss_adds_up_over_samples(name, task, output, target, wante
 @NUMBERED
 def test_every_state_of_every_tasks_metrics_adds_up(name, task, output, target, wanted):
     reductions = [reduce for metric in task.metrics().values() for reduce in metric._reductions.values()]
-    assert reductions and all(reduce is dim_zero_sum for reduce in reductions)
+    assert reductions and all(reduce is (dim_zero_cat if labels_of(task) == "boxes" else dim_zero_sum) for reduce in reductions)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -160,7 +160,7 @@ def _lines(dataset: Dataset, found: SplitStatistics) -> list[str]:
 def _class_lines(dataset: Dataset, found: SplitStatistics) -> list[str]:
     if dataset.labels == "values":
         return [f"values: {', '.join(dataset.classes)}"]
-    what = "pixels" if dataset.pixels else "images"
+    what = "pixels" if dataset.pixels else "boxes" if dataset.labels == "boxes" else "images"
     total = sum(found.labels.values())
     width = max(map(len, dataset.classes))
     lines = [f"{'class':{width}}  {what:>14}   share"]

@@ -27,7 +27,7 @@ _SIZE: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": 
 
 class DataConfig(Section):
     name: str
-    """A file in widefield/data/formats/, as `digits`, `imagefolder`, `manifest`, `masks`, `pairs`, `webdataset`, or
+    """A file in widefield/data/formats/, as `digits`, `imagefolder`, `manifest`, `masks`, `pairs`, `coco`, `webdataset`, or
     `package.module:callable`."""
     path: str | None = None
     """The folder or file that the format reads; `digits` and `page` need none."""
@@ -59,6 +59,8 @@ class DataConfig(Section):
     """The same in evaluation and prediction."""
     augment: Listed = []
     """The same, only in training; on the device where no labels of pixels move with the image."""
+    visible: Share = 0.1
+    """Of objects' boxes: one that a transform moves out of the image is left out if a smaller share of it stays visible."""
     intensity: IntensityConfig = IntensityConfig()
     mean: Annotated[list[float], Field(min_length=1)] | None = None
     """Per channel, of pixels scaled as `data.intensity` says, by default to 0..1; the format's own where null, or 0 with

@@ -97,8 +97,9 @@ class Dataset:
 
     @property
     def moves_as_one(self) -> bool:
-        """Whether transforms are those of pixel_transforms.py: pixels have labels, or torchvision's lack the dtype or a dim."""
-        return self.pixels or self.dtype != torch.uint8 or self.dims != 2
+        """Whether transforms are those of pixel_transforms.py: pixels or objects have labels, or torchvision's lack the
+        dtype or a dim."""
+        return self.pixels or self.labels == "boxes" or self.dtype != torch.uint8 or self.dims != 2
 
     @property
     def floating(self) -> bool:

@@ -34,6 +34,10 @@ def label_counts(target: int | Tensor, labels: str) -> dict[int, int]:
     if labels in ("values", "image"):
         return {}
     target = torch.as_tensor(target)
+    if labels == "boxes":
+        target = target[:, 4]
+        if not len(target):
+            return {}
     if labels in ("classes", "layers"):
         return dict(enumerate((target > 0).view(len(target), -1).sum(1).tolist()))
     least, most = (int(end) for end in target.aminmax())

@@ -44,6 +44,7 @@ class Preparation:
         Targets by kind: class: (B,) int64, or (B, num_classes) shares of mixed images.  classes, values: (B, K) of `dtype`.
         pixels: (B, *pixels) int64.  layers: (B, K, *pixels) uint8, an eighth of the bytes.  image: (B, K, *pixels) of `dtype`,
         scaled as images are, without mean and std: integers to 0..1.
+        boxes: (B, 1 + most, 7) float64, in pixels of the whole images, see widefield/detection/targets.py.
         """
         image = batch.image.to(self.device, non_blocking=True)
         target = self._target(batch.target.to(self.device, non_blocking=True))
@@ -61,7 +62,7 @@ class Preparation:
 
     def _target(self, target: Tensor) -> Tensor:
         """After the move, since labels of pixels may be uint8."""
-        if self.labels == "layers":
+        if self.labels in ("layers", "boxes"):
             return target
         if self.labels == "image":
             low, high = self.range_of(target.dtype)

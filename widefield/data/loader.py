@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
+from widefield.data.boxed import BoxedSource, moved_rows
 from widefield.data.image_moments import MeasuredImages, measured
 from widefield.data.intensity import Intensity
 from widefield.data.mixing import mixed
@@ -26,7 +27,8 @@ from widefield.data.pixel_transforms import PixelTransforms, without_labels
 from widefield.data.sources import OfImages, Source, read_seeded
 from widefield.data.targets import check_target, check_target_image, part_of
 from widefield.data.transforms import Transforms
-from widefield.geometry.box import slices
+from widefield.detection.targets import stacked
+from widefield.geometry.box import full_box, slices
 from widefield.image_files.bytes_read import bytes_read
 from widefield.private_torch.loaders import shutdown_workers
 
@@ -69,6 +71,8 @@ class SampleReader(Dataset):
     """All transforms, where pixels have labels; the fields `transforms` and `augment` are not used then."""
     image_scale: int | None = None
     """Of targets that are images, how many of their pixels an image's pixel is along each dim; None of other targets."""
+    visible: float | None = None
+    """Of targets that are boxes, see `moved_rows`; None of other targets."""
 
     def __post_init__(self) -> None:
         if self.intensity.each_image is not None and not isinstance(self.images, MeasuredImages):
@@ -112,7 +116,7 @@ class SampleReader(Dataset):
         keys_read = [sample.key for sample in read]
         batch = Batch(
             image=self._stack(read),
-            target=torch.stack([torch.as_tensor(sample.target) for sample in read]),
+            target=self._targets(read),
             index=torch.tensor([key.index for key in keys_read]),
             seeds=[key.seed(self.seed, "augment") for key in keys_read],
             samples=len(read) if real else 0,
@@ -129,6 +133,10 @@ class SampleReader(Dataset):
         where = [(key.epoch, key.position) for key in keys_read]
         return mixed(batch, where, seed=self.seed, mixup=self.mixup, cutmix=self.cutmix)
 
+    def _targets(self, read: list[_Sample]) -> Tensor:
+        targets = [torch.as_tensor(sample.target) for sample in read]
+        return torch.stack(targets) if self.visible is None else stacked(targets, [sample.shape[1:] for sample in read])
+
     def _read(self, key: Key, skipped: list[str]) -> _Sample | None:
         try:
             return self._sample(key, *(key.seed(self.seed, step) for step in ("read", "augment")))
@@ -143,7 +151,9 @@ class SampleReader(Dataset):
 
     def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
         """The image, or this rank's window of it, with the moments of the image as it is in its file where they are wanted."""
-        if self.moves is not None:
+        if self.visible is not None:
+            sample = self._boxed(self.visible, key, {"read": read_seed, "augment": augment_seed})
+        elif self.moves is not None:
             sample = self._moved(self.moves, key, {"read": read_seed, "augment": augment_seed})
         else:
             sample = self._plain(key, read_seed, augment_seed)
@@ -184,6 +194,23 @@ class SampleReader(Dataset):
         except ValueError as error:
             raise ValueError(f"{self.images.name_of(key.index)}: {error}") from None
         return _Sample(key, view.image, view.labels if target is None else target, view.shape, view.window)
+
+    def _boxed(self, visible: float, key: Key, seeds: dict[str, int]) -> _Sample:
+        """The image, or this rank's window of it, and all its boxes, moved as one."""
+        name, seed = self.images.name_of(key.index), key.seed(self.seed, "dataset")
+        source = BoxedSource(self._images_of(key), key.index, seed=seed, classes=self.num_classes)
+        if self.moves is None:
+            size = source.size
+            window = None if self.window is None else self.window(size)
+            image, _ = source.read(full_box(size) if window is None else window)
+            return _Sample(key, image, source.rows, (len(image), *size), window)
+        try:
+            view = self.moves(source, seeds, window_of=self.window)
+        except BadImageError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return _Sample(key, view.image, moved_rows(source.rows, view.maps, visible=visible), view.shape, view.window)
 
     def _check_labels(self, key: Key, image: Tensor, target: int | Tensor) -> None:
         name, classes = self.images.name_of(key.index), self.num_classes
@@ -293,8 +320,9 @@ def reader_of(
     moves_as_one: bool | None = None,
     dims: int = 2,
     image_scale: int | None = None,
+    boxes: bool = False,
 ) -> SampleReader:
-    """The reader that a config asks for; pixels: whether they have labels; moves_as_one: see Dataset, None for as `pixels`.
+    """The reader that a config asks for; pixels, boxes: what has labels; moves_as_one: see Dataset, None for as `pixels`.
 
     Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
     """
@@ -304,17 +332,16 @@ def reader_of(
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
     about = {"ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims, "image_scale": image_scale}
     moves = PixelTransforms(read, augment, num_classes=num_classes, **about) if moves_as_one else None
+    common: dict[str, Any] = {"num_classes": num_classes, "seed": seed, "window": window, "ignore": ignore}
     return SampleReader(
         images=images,
         transforms=read,
         augment=augment,
         moves=moves if moves is not None and moves.does_anything else None,
-        num_classes=num_classes,
-        seed=seed,
+        **common,
         **({"mixup": config.mixup, "cutmix": config.cutmix} if train else {}),
         bad_images=config.bad_images,
-        window=window,
-        ignore=ignore,
         intensity=intensity or Intensity(),
         image_scale=image_scale,
+        visible=config.visible if boxes else None,
     )

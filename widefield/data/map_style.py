@@ -8,6 +8,7 @@ floating-point, or a PIL image.  The second is the target, of one of these kinds
     values   a floating-point number, or (K,) of them, for regression
     pixels   (H, W) class numbers, one for every pixel, or a PIL image of them; (D, H, W) of a volume
     layers   (K, H, W) integers or bools, 1 where a pixel has the class; (K, D, H, W) of a volume
+    boxes    a dict as of torchvision's detectors: boxes (N, 4) as x1, y1, x2, y2, labels (N,), perhaps iscrowd and area
 
 Integer images are treated as those of the packaged formats: data.read, data.augment, scaled to 0..1, normalized.
 Floating-point images are used as they are, or as (value - mean) / std where the recipe sets these.
@@ -20,7 +21,7 @@ sample only: the generators are seeded for each sample, and restored after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from widefield.data import BadImageError, Dataset, Labels
 from widefield.data.image import tensor_of
 from widefield.data.intensity import in_words, limits_of
 from widefield.data.transforms import all_seeded
+from widefield.detection.targets import rows_of
 
 INTEGERS = (torch.uint8, torch.uint16, torch.int16)
 """The dtypes of images besides floating-point ones."""
@@ -101,7 +103,7 @@ def kind_of(target: int | Tensor, dims: int) -> Labels:
     if isinstance(target, int):
         return "class"
     if target.is_floating_point():
-        return "values"
+        return "boxes" if target.ndim == 2 else "values"
     return "classes" if target.ndim == 1 else "pixels" if target.ndim == dims else "layers"
 
 
@@ -199,6 +201,8 @@ def _sample(samples: Any, index: int, name: str) -> tuple[Tensor, int | Tensor]:
 def _labels(target: Any, name: str, shape: Sequence[int]) -> int | Tensor:
     """A target of one of the kinds.  shape: of the image.  ValueError: it is of none."""
     dims = len(shape) - 1
+    if isinstance(target, Mapping) and {"boxes", "labels"} <= set(target):
+        return _boxes(target, name)
     if isinstance(target, Image.Image):
         target = np.array(target)
     labels = target if isinstance(target, Tensor) else torch.from_numpy(np.array(target)) if _is_numeric(target) else None
@@ -225,6 +229,14 @@ def _labels(target: Any, name: str, shape: Sequence[int]) -> int | Tensor:
             f"{name} has {int(labels.long().max())} among labels of shape {tuple(labels.shape)}; 0 and 1 are wanted{hint}"
         )
     return labels.to(torch.uint8)
+
+
+def _boxes(target: Mapping[str, Any], name: str) -> Tensor:
+    """(N, 7) of a target as torchvision's detectors have it: boxes, labels, and iscrowd and area where they are there."""
+    try:
+        return rows_of(target["boxes"], target["labels"], crowd=target.get("iscrowd"), area=target.get("area"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} has boxes that are none ({error}); boxes (N, 4) and labels (N,) are wanted") from None
 
 
 def _is_numeric(target: Any) -> bool:

@@ -30,6 +30,7 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
             _check_own(step, name, cut)
             _check_crop(step, name, config, dataset)
             _check_moves_image(step, name, dataset)
+            _check_moves_boxes(step, name, dataset)
     if not dataset.moves_as_one:
         return []
     none = Transforms([], field="data.augment")
@@ -41,6 +42,7 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
             ignore=ignore,
             dims=dataset.dims,
             image_scale=dataset.image_scale,
+            labelled=dataset.labels != "boxes",
         )
         for read, augment in (("read", lists["augment"]), ("read_evaluate", none))
     )
@@ -113,9 +115,18 @@ def _check_moves_image(step: Step, name: str, dataset: Dataset) -> None:
         )
 
 
+def _check_moves_boxes(step: Step, name: str, dataset: Dataset) -> None:
+    """NotImplementedError: a transform of a user's own, which may move pixels and sees no boxes."""
+    if dataset.labels == "boxes" and step.is_own and not step.is_pointwise:
+        raise NotImplementedError(
+            f"data.{name} has {step.name}, which may move pixels, and the boxes of objects cannot follow it; if it moves none, "
+            f"say so by its attribute pointwise = True, or use one of {', '.join(MOVES)}"
+        )
+
+
 def _check_crop(step: Step, name: str, config: DataConfig, dataset: Dataset) -> None:
     if isinstance(step.run, ClassBalancedCrop) and not dataset.pixels:
         raise ValueError(
-            f"data.{name} has ClassBalancedCrop, which is centred on a pixel of a class, and data.name={config.name} has one "
-            "label per image; use RandomCrop"
+            f"data.{name} has ClassBalancedCrop, which is centred on a pixel of a class, and data.name={config.name} has no "
+            "labels of pixels; use RandomCrop"
         )

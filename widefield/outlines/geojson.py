@@ -51,7 +51,11 @@ def _feature(region: Outline, legend: Legend, place: Georeference | None) -> dic
         points = points[::-1] if place is not None and place.mirrors else points
         rings.append([*points.tolist(), points[0].tolist()])
     geometry = {"type": "Polygon", "coordinates": rings}
-    return {"type": "Feature", "properties": {"class": name, "number": region.number, **about}, "geometry": geometry}
+    return {
+        "type": "Feature",
+        "properties": {"class": name, "number": region.number, **region.properties, **about},
+        "geometry": geometry,
+    }
 
 
 # ---------------------------------------------------------------------------------------------- reading

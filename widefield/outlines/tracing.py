@@ -11,8 +11,8 @@ a row, or a column, segments of one side do not overlap, so their sorted beginni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,13 @@ class Outline:
     """number: of its pixels.  rings: (N, 2) integers (x, y), the outer one first, then holes; none repeats its first point.
 
     By the numbers alone the outer ring is counterclockwise and holes are clockwise; on a screen, where y points down, it is the
-    other way round.
+    other way round.  Those of a box may lie between pixels.
     """
 
     number: int
     rings: tuple[Array, ...]
+    properties: Mapping[str, float] = field(default_factory=dict)
+    """What else is known of it."""
 
 
 @dataclass(frozen=True)

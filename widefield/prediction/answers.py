@@ -13,11 +13,13 @@ from torch import Tensor
 from widefield.data.batch import Batch
 from widefield.data.pixel_transforms import OfImagesAlone
 from widefield.data.transforms import Transforms
+from widefield.detection.selection import FoundBoxes
 from widefield.geometry.box import slices
 from widefield.prediction.restored import pixels_of
 from widefield.prediction.transformed import Transformed, ignore_label, transformed, transforms_of
 from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.tiled.api import tile_of, whole
+from widefield.training.arithmetic import widened
 from widefield.training.assemble import Parts
 from widefield.training.batch_sharding import on_tiles
 
@@ -44,6 +46,9 @@ class Answer:
     values: list[float] | None = None
     probabilities_of_pixels: Tensor | None = None
     """(K, *pixels) float16, where asked for."""
+    boxes: list[list[float]] | None = None
+    """Of objects, x1, y1, x2, y2 in pixels of the image as it is in its file, best first; `classes` and `probabilities` are
+    theirs."""
     left_out: int = 0
     apart: dict[str, float] | None = None
     """Of blended windows, where asked for: at how many `pixels`, and which `share`, labels are not the whole image's."""
@@ -96,6 +101,8 @@ class Asker:
         batch = self._batch(images)
         prepared, _ = self.parts.preparation(train=False)(batch)
         image = on_tiles(prepared, batch, self.parts.mesh)
+        if labels_of(self.parts.task) == "boxes":
+            return [self._boxed(*one) for one in zip(paths, images, self._found(image, batch), strict=True)]
         if not self.pixels:
             found = torch.stack([self._of_image(self._output(image, dims)) for dims in self.mirrors]).mean(0)
             return [self._named(path, row) for path, row in zip(paths, found, strict=True)]
@@ -123,6 +130,16 @@ class Asker:
             output = self.parts.model(image.flip(dims) if dims else image)
         output = output.flip(dims) if dims and self.pixels else output
         return output.to(torch.promote_types(output.dtype, torch.float32))
+
+    def _found(self, image: Tensor, batch: Batch) -> list[FoundBoxes]:
+        with self.parts.arithmetic.autocast():
+            output = whole(self.parts.model(image))
+        return self.parts.task.found(widened(output), [batch.shape[1:]] * len(image))  # type: ignore[attr-defined]
+
+    def _boxed(self, path: str, image: Transformed, found: FoundBoxes) -> Answer:
+        boxes, kept = image.boxes_on_original(found.boxes.double().cpu())
+        labels, scores = found.labels.cpu()[kept].tolist(), found.scores.double().cpu()[kept].tolist()
+        return Answer(path, [self.parts.dataset.classes[label] for label in labels], scores, boxes=boxes.tolist())
 
     def _of_image(self, output: Any) -> Tensor:
         return self.parts.task.answers(whole(output).double())

@@ -12,22 +12,23 @@ from torch import Tensor
 from widefield.comm.mesh import Mesh
 from widefield.prediction import journal as journals
 from widefield.prediction.answers import Answer
+from widefield.prediction.boxes import BoxFiles, write_coco_results
 from widefield.prediction.inputs import Input
 from widefield.prediction.labels import Kinds
 from widefield.prediction.restored import RestoredFiles
 from widefield.prediction.table import write_tables
 from widefield.training.assemble import Parts
 
-FURTHER = ("labels", "values", "left_out", "apart")
+FURTHER = ("labels", "values", "boxes", "left_out", "apart")
 """What of an answer is noted besides its classes and probabilities, where there is any."""
 
 
 @dataclass
 class Filing:
-    """The folder of the answers, with its journal.  kinds: the files per image; None where images have no pixels' labels."""
+    """The folder of the answers, with its journal.  kinds: the files per image; None where images have classes alone."""
 
     folder: Path
-    kinds: Kinds | RestoredFiles | None
+    kinds: Kinds | RestoredFiles | BoxFiles | None
     journal: journals.Journal
     rank: int
 
@@ -35,7 +36,7 @@ class Filing:
     def begin(
         cls,
         folder: Path,
-        kinds: Kinds | RestoredFiles | None,
+        kinds: Kinds | RestoredFiles | BoxFiles | None,
         about: dict[str, Any],
         images: Sequence[Input],
         mesh: Mesh,
@@ -74,7 +75,10 @@ class Filing:
         ValueError: the disk refuses a file.
         """
         try:
-            if answer.pixels is not None and isinstance(self.kinds, RestoredFiles):
+            if answer.boxes is not None and isinstance(self.kinds, BoxFiles):
+                path = self.kinds.write(self.folder, image, answer.boxes, answer.classes, answer.probabilities)
+                answer = replace(answer, labels=str(path))
+            elif answer.pixels is not None and isinstance(self.kinds, RestoredFiles):
                 answer = replace(answer, labels=str(self.kinds.write(self.folder, image, answer.pixels)), pixels=None)
             elif answer.pixels is not None and self.kinds is not None and shown is not None:
                 path = self.kinds.write(self.folder, image.name, answer.pixels, answer.probabilities_of_pixels, shown)
@@ -95,6 +99,8 @@ class Filing:
 
         def write() -> Path:
             done = journals.read_journal(self.folder).in_order()
+            if dataset.labels == "boxes":
+                write_coco_results(self.folder, done, dataset.classes)
             return write_tables(self.folder, done, about, labels=dataset.labels, classes=dataset.classes)
 
         mesh.together(lambda: None)  # all ranks have noted all of theirs

@@ -24,6 +24,8 @@ from widefield.trust import inside
 
 PLACE = ".predictions"
 TABLES = ("predictions.csv", "predictions.json")
+COCO_RESULTS = "coco_results.json"
+"""Of answers that are boxes."""
 FilesOf = Callable[[Path, str], list[Path]]
 Done = dict[str, Any]
 """`input`, its path as it was given; `place`, its absolute path; `stamp`, its size and time; `name`; `answer`."""
@@ -177,7 +179,7 @@ def _check_free(
             place = inside(folder, str(file))
             if file not in ours and place.exists():
                 raise ValueError(_taken(place))
-    for table in () if tables_are_ours else TABLES:
+    for table in () if tables_are_ours else (*TABLES, COCO_RESULTS):
         if (folder / table).exists():
             raise ValueError(_taken(folder / table))
 

@@ -27,6 +27,7 @@ from widefield.data.transforms import seed_of
 from widefield.inference import loaded_on_ranks
 from widefield.parallel.parallelize import evaluates_together
 from widefield.prediction.answers import Answer, Asker
+from widefield.prediction.boxes import BoxFiles
 from widefield.prediction.cases import by_case
 from widefield.prediction.filing import Filing
 from widefield.prediction.inputs import Input, Left, find_inputs
@@ -77,11 +78,11 @@ def predict_files(
 ) -> Predicted:
     """Predict the files that `words` mean, on the ranks of `world`.  Every rank calls it, and gets all answers.
 
-    output: the folder of the answers; None: none for labels of images, and `predictions` in the run folder for those of pixels.
+    output: the folder of the answers; None: none for labels of images, and `predictions` in the run folder for others.
     ValueError: no file is found, the folder cannot be used, or the wishes do not fit the run.
     """
     with loaded_on_ranks(run, overrides, world, weights=weights, trust=trust, given=given) as (parts, chosen):
-        mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
+        mesh, output = parts.mesh, output or (run / "predictions" if _has_files(parts) else None)
         mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
         images, lefts = mesh.together(lambda: find_inputs(words, beside=output, volumes=parts.dataset.dims == 3))
         if parts.dataset.channel_files:
@@ -94,7 +95,7 @@ def predict_files(
         about |= {"sliding": wishes.sliding, "overlap": wishes.overlap, "compare": wishes.compare} if wishes.sliding else {}
         filing = None
         if output is not None:
-            kinds = _kinds(parts, wishes) if parts.dataset.pixels else None
+            kinds = _kinds(parts, wishes) if _has_files(parts) else None
             filing, images = Filing.begin(output, kinds, about, images, mesh, overwrite=wishes.overwrite)
         session = _Session(parts, wishes, filing, {"run": str(run), **about})
         answers, more, earlier = session.answer_files(images)
@@ -112,7 +113,14 @@ def _as_wide(image: Input, parts: Parts, wishes: Wishes) -> Input:
     return image if opened is None else replace(image, suffix=suffix_of(opened), is_wide=True)
 
 
-def _kinds(parts: Parts, wishes: Wishes) -> Kinds | RestoredFiles:
+def _has_files(parts: Parts) -> bool:
+    """Whether each answer has files of its own."""
+    return parts.dataset.pixels or parts.dataset.labels == "boxes"
+
+
+def _kinds(parts: Parts, wishes: Wishes) -> Kinds | RestoredFiles | BoxFiles:
+    if labels_of(parts.task) == "boxes":
+        return BoxFiles(tuple(parts.dataset.classes))
     if labels_of(parts.task) == "image":
         return RestoredFiles()
     layers, is_volume = labels_of(parts.task) == "layers", parts.dataset.dims == 3
@@ -122,7 +130,7 @@ def _kinds(parts: Parts, wishes: Wishes) -> Kinds | RestoredFiles:
 
 def _cut(answer: Answer, top: int) -> Answer:
     """The answer with its first classes only."""
-    if answer.values is not None:
+    if answer.values is not None or answer.boxes is not None:
         return answer
     return replace(answer, classes=answer.classes[:top], probabilities=answer.probabilities[:top])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def _row(line: Done, labels: Labels, classes: Sequence[str]) -> dict[str, Any]:
         row |= {name: f"{named[name]:.6g}" for name in classes if name in named}
     elif labels == "values":
         row |= {name: f"{value:.9g}" for name, value in zip(answer["classes"], answer["values"], strict=True)}
+    elif labels == "boxes":
+        counted = Counter(answer["classes"])
+        row |= {"boxes": len(answer["classes"]), "file": answer.get("labels", "")}
+        row |= {name: counted[name] for name in classes}
     elif labels == "image":
         row |= {"image": answer.get("labels", "")}
     else:

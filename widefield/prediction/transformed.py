@@ -17,6 +17,7 @@ from torch import Tensor
 from widefield.data.intensity import moments_of
 from widefield.data.pixel_transforms import OfImagesAlone, PixelTransforms
 from widefield.data.spatial.axis_warp import AxisMap, AxisWarp
+from widefield.data.spatial.boxes import moved_boxes
 from widefield.data.spatial.coordinate_map import Array, CoordinateMap, undone
 from widefield.data.spatial.warp import Warp
 from widefield.data.transforms import Transforms
@@ -41,6 +42,17 @@ class Transformed:
     moments: Tensor | None = None
     back: tuple[Warp | AxisWarp, ...] = ()
     outside: Tensor | None = None
+    maps: tuple[CoordinateMap | AxisMap, ...] = ()
+    """What moved the pixels, where objects have boxes."""
+
+    def boxes_on_original(self, boxes: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, 4) boxes (N, 4) of the transformed image in the original, cut to it, and which of them are in it at all."""
+        numbers = torch.arange(len(boxes))
+        for map in reversed(self.maps):
+            if isinstance(map, CoordinateMap) and not map.is_identity:
+                moved, kept = (torch.from_numpy(one) for one in moved_boxes(undone(map), boxes.numpy()))
+                boxes, numbers = moved, numbers[kept]
+        return boxes, numbers
 
     def on_original(self, values: Tensor, *, fill: int = 0) -> Tensor:
         """Values (K, *pixels) of the transformed image's pixels on those of the original; `fill` where that was left out."""
@@ -57,10 +69,10 @@ def transforms_of(parts: Parts) -> Transforms | OfImagesAlone:
     NotImplementedError: pixels have labels, and a transform has no inverse.
     """
     listed, pixels = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate"), _has_labels(parts)
-    if pixels and any(step.name == "ElasticTransform" for step in listed.steps):
+    if (pixels or labels_of(parts.task) == "boxes") and any(step.name == "ElasticTransform" for step in listed.steps):
         raise NotImplementedError(
-            "data.read_evaluate has ElasticTransform, whose displacements have no inverse in closed form, so labels cannot be "
-            "brought back to the pixels of the image; leave it out: data.read_evaluate=[]"
+            "data.read_evaluate has ElasticTransform, whose displacements have no inverse in closed form, so labels and boxes "
+            "cannot be brought back to the pixels of the image; leave it out: data.read_evaluate=[]"
         )
     if not parts.dataset.moves_as_one:
         return listed
@@ -77,7 +89,8 @@ def transformed(image_CHW: Tensor, transforms: Transforms | OfImagesAlone, parts
         return Transformed(transforms(image_CHW, 0), image_CHW, moments)
     view = transforms(image_CHW, 0)
     if not _has_labels(parts):
-        return Transformed(view.image, image_CHW, moments)
+        maps = view.maps if labels_of(parts.task) == "boxes" else ()
+        return Transformed(view.image, image_CHW, moments, maps=maps)
     back = _back(view.maps, _size(view.image))
     outside = None
     if back:

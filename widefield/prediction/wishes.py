@@ -84,6 +84,8 @@ class Wishes:
                 "files of each class"
             )
         self._check_sliding(parts)
+        if self.flips and labels_of(parts.task) == "boxes":
+            raise ValueError("--flips takes the mean over mirror images, and boxes of several have none; leave it out")
         if self.flips and labels_of(parts.task) == "values":
             raise ValueError("--flips takes the mean over mirror images, whose values may be others; leave it out")
 

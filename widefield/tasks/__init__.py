@@ -28,7 +28,9 @@ class Task(Protocol):
     higher_is_better: bool
     # further attributes may be set: `labels`, the kind of its targets; `percent = False` where its metrics are no shares;
     # `sums` and `finish`, as widefield.losses.LossOfSums has them; `measures(output, target)`, (B, M) numbers of each image,
-    # where metrics are no sums over pixels: these are then updated by `add(measures)`, which ranks of an image make together
+    # where metrics are no sums over pixels: these are then updated by `add(measures)`, which ranks of an image make together;
+    # of boxes, `found(output, sizes)`, what is found in each image: metrics have lists as states, which ranks gather, and are
+    # updated with the images' numbers, what is found and the targets
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
         """The sum of the loss over samples (or pixels), a scalar."""
@@ -134,6 +136,10 @@ def checked(task: Any, *, name: str, num_classes: int) -> Task:
         raise ValueError(
             f"{name} gives {what}; an object with {', '.join(methods)}, headline and higher_is_better is wanted, see "
             "widefield.tasks.Task"
+        )
+    if labels_of(task) == "boxes":
+        raise NotImplementedError(
+            f"{name} learns boxes, and that is the task detection's alone; take it, with a model of your own and task.options"
         )
     metrics = task.metrics()
     if not isinstance(metrics, MetricCollection):

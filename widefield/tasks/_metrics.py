@@ -73,6 +73,10 @@ def metrics_of(
     ValueError: an unknown name or argument, two metrics of one name, a callable that returns no metric, values that are no
     numbers.  NotImplementedError: a metric that would depend on the number of ranks.
     """
+    if config.metrics and labels_of(task) == "boxes":
+        raise ValueError(
+            f"task.metrics has {config.metrics[0]!r} and the task learns boxes, which have COCO's scores alone; leave it out"
+        )
     found = [_one(entry, task, num_classes, spacing_of) for entry in config.metrics]
     taken = set(values_of(task.metrics(), *example_of(task, num_classes), name="the task's metrics")) if found else set()
     for metric in found:

@@ -76,6 +76,7 @@ NAMED: dict[str, dict[str, Callable[..., Metric]]] = {
     "layers": _COUNTED,
     "values": {},
     "image": {},
+    "boxes": {},
 }
 """By kind of labels and name, what makes the metric: it gets num_classes and ignore_index where it takes them."""
 

@@ -25,6 +25,7 @@ from widefield.data.loader import SampleReader, augments_on_device, load_batches
 from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
 from widefield.data.statistics import SplitStatistics
 from widefield.data.transforms import Transforms, seed_of
+from widefield.fallback import Fallback, in_words
 from widefield.parallel.members import members_of
 from widefield.parallel.parallelize import (
     evaluates_together,
@@ -119,6 +120,7 @@ class Parts:
             moves_as_one=self.dataset.moves_as_one,
             dims=self.dataset.dims,
             image_scale=self.dataset.image_scale,
+            boxes=self.dataset.labels == "boxes",
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
@@ -252,7 +254,18 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     why_stream = look_ahead(learner)
     seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
     reasons = [*([why_lr] if why_lr else []), *why_frozen, *_cuts_of(learner.dummy_batch, mesh)]
-    return learner, [*reasons, *parallel_reasons(learner.model), *why_stream]
+    gathered = in_words(_gathered_maps(learner))
+    return learner, [*reasons, *parallel_reasons(learner.model), *why_stream, *gathered]
+
+
+def _gathered_maps(learner: Learner) -> list[Fallback]:
+    """The maps of a detector, which every rank has whole for anchors, matching and losses where the plan cuts images."""
+    mesh, sample = learner.mesh, learner.meta_pass()
+    if labels_of(learner.task) != "boxes" or not (mesh.grid.size > 1 or mesh.plan.stream is not None):
+        return []
+    size, itemsize = tuple(sample.shape[2:]), max(4, sample.dtype.itemsize)
+    held = learner.task.gathered_bytes(size, images=len(sample), itemsize=itemsize)  # type: ignore[attr-defined]
+    return [Fallback("gathered", "", "maps of all levels", held, "anchors of all places are matched with the boxes")]
 
 
 def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:

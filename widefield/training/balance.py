@@ -39,8 +39,15 @@ def task_of(config: RunConfig, given: Given, dataset: Dataset, mesh: Mesh) -> tu
 
 
 def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
-    """NotImplementedError: a loss that is finished from the sums of a pass, in a pipeline, which has one per micro-batch."""
+    """NotImplementedError: a loss that is finished from the sums of a pass, in a pipeline, which has one per micro-batch,
+    or one of boxes.
+    """
     stages = mesh.plan.stage
+    if stages > 1 and tasks.labels_of(task) == "boxes":
+        raise NotImplementedError(
+            f"task.name={config.task.name} wants the maps of all levels, and the last of the {stages} stages of mesh.stage "
+            "gives one tensor; set mesh.stage=1, and cut images by mesh.space in its place"
+        )
     if stages > 1 and getattr(task, "finish", None) is not None:
         raise NotImplementedError(
             f"task.loss={config.task.loss} is computed from all images of a pass together, and the {stages} stages of "
@@ -58,9 +65,10 @@ def class_weights_of(
     asked, names = config.task.class_weights, dataset.classes
     if asked is None:
         return None, None
-    if labels in ("values", "image"):
-        what = "numbers" if labels == "values" else "images"
-        raise ValueError(f"task.class_weights is {asked} and the task learns {what}, which have no classes; leave it out")
+    if labels in ("values", "image", "boxes"):
+        why = {"values": "numbers, which have no classes", "image": "images, which have no classes"}
+        told = why.get(labels, "boxes, whose losses weigh classes by alpha alone")
+        raise ValueError(f"task.class_weights is {asked} and the task learns {told}; leave it out")
     if asked == "balanced":
         return _balanced_weights(config, dataset, mesh, labels=labels, ignore=ignore)
     if isinstance(asked, dict):

@@ -72,7 +72,11 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
         )
     if dataset.labels == "image":
         _check_images(config, dataset, task)
-    if not dataset.pixels:
+    if dataset.labels == "boxes" and dataset.dims == 3:
+        raise NotImplementedError(
+            f"data.name={name} has boxes in volumes, and anchors, losses and scores are of images (C, H, W)"
+        )
+    if not dataset.pixels and dataset.labels != "boxes":
         return
     for field_name in ("mixup", "cutmix"):
         if share := getattr(config.data, field_name):
@@ -105,8 +109,14 @@ _LABELS_IN_WORDS: dict[Labels, str] = {
     "pixels": "one per pixel",
     "layers": "any number of classes per pixel",
     "image": "images as targets",
+    "boxes": "boxes",
 }
-_TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation", "image": "restoration"}
+_TASK_FOR: dict[Labels, str] = {
+    "class": "classification",
+    "pixels": "segmentation",
+    "image": "restoration",
+    "boxes": "detection",
+}
 
 
 def why_scaled(config: RunConfig, dataset: Dataset) -> str | None:

@@ -12,6 +12,7 @@ import heapq
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,29 @@ from torch import Tensor, nn
 from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
+from widefield.detection.targets import sizes_in
 from widefield.quantity import count_of
 from widefield.tasks import Task, is_per_pixel, labels_of, scale_of
 from widefield.tasks._cases import CaseMetric
 from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
-from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_sum
+from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_cat, dim_zero_sum
 from widefield.tiled.api import tile_of, whole
-from widefield.training.arithmetic import Arithmetic
+from widefield.training.arithmetic import Arithmetic, widened
 from widefield.training.batch_sharding import on_tiles
+from widefield.training.drawn_boxes import mistakes_of_boxes
 from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of
 from widefield.training.image_thumbnails import pictures_of
 from widefield.training.metric_states import merge_states
 from widefield.training.scores import columns_of_task
-from widefield.training.thumbnails import Thumbnail, join_thumbnails, painted, small_thumbnail_of, thumbnails_of
+from widefield.training.thumbnails import (
+    LONGEST_PX,
+    SMALL_PX,
+    Thumbnail,
+    join_thumbnails,
+    painted,
+    small_thumbnail_of,
+    thumbnails_of,
+)
 from widefield.training.volume_thumbnails import volume_thumbnails_of
 
 
@@ -121,9 +132,12 @@ class _Counts:
 
     def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int, mesh: Mesh) -> None:
         """Add a batch.  output: of all images or, where every pixel has a class, on tiles.  All ranks of a copy call it."""
-        pixels, output = is_per_pixel(task), output.to(torch.promote_types(output.dtype, torch.float32))
+        pixels, output = is_per_pixel(task), widened(output)
         tiled = on_tiles(target, batch, mesh, scale=scale_of(task)) if pixels else target
         self._add_loss(output, tiled, task)
+        if labels_of(task) == "boxes":
+            self._add_found(batch, output, target, task, worst)
+            return
         measures = whole(task.measures(output, tiled)) if hasattr(task, "measures") else None
         output = tile_of(output, mesh, scale=scale_of(task))
         answers = task.answers(output)
@@ -143,6 +157,18 @@ class _Counts:
             self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=by_loss)
             self._picture(batch)
         self.channels = batch.shape[0]
+
+    def _add_found(self, batch: Batch, output: Any, target: Tensor, task: Task, worst: int) -> None:
+        """Add what is found in whole images, which metrics gather: their states are lists."""
+        self.channels = batch.shape[0]
+        found = task.found(output, sizes_in(target))  # type: ignore[attr-defined]
+        if self.first:
+            self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
+            self.metrics.update(batch.index, found, target)
+        if self.counts:
+            mistakes = mistakes_of_boxes(batch.index, target, found, task.loss_each(output, target))
+            self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=by_loss)
+            self._picture(batch, longest_px=LONGEST_PX)
 
     def _add_metrics(self, answers: Tensor, target: Tensor, measures: Tensor | None, *, pixels: bool) -> None:
         """measures: see Task; of whole images, the same on every rank of the copy.  pixels: whether each counts its tile."""
@@ -175,11 +201,11 @@ class _Counts:
             elif self.counts:
                 metric.update(batch.index, answers, target)
 
-    def _picture(self, batch: Batch) -> None:
+    def _picture(self, batch: Batch, *, longest_px: int = SMALL_PX) -> None:
         """Make thumbnails of this batch's images among `mistakes`, and drop those of images no longer among them."""
         pictures, rows = {}, {int(index): row for row, index in enumerate(batch.index)}
         for index in (mistake.index for mistake in self.mistakes):
-            piece = small_thumbnail_of(batch, rows[index]) if index in rows else self.pictures.get(index)
+            piece = small_thumbnail_of(batch, rows[index], longest_px=longest_px) if index in rows else self.pictures.get(index)
             pictures |= {} if piece is None else {index: piece}
         self.pictures = pictures
 
@@ -188,6 +214,7 @@ def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, cl
     """Sum everything over ranks."""
     for metric in seen.metrics.values():
         _add_up(metric, mesh)
+    gathered_metrics = [name for name, metric in seen.metrics.items() if dim_zero_cat in metric._reductions.values()]
     loss = _loss_of(task, seen, mesh)
     tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
     gathered = mesh.gather_objects((seen.mistakes if seen.first else [], seen.skipped, seen.pieces, seen.channels))
@@ -219,7 +246,7 @@ def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, cl
         labels=labels_of(task),
         classes=classes,
         columns=columns | further,
-        gathered=[metric.name for metric, _ in seen.extra_metrics if metric.gathers],
+        gathered=gathered_metrics + [metric.name for metric, _ in seen.extra_metrics if metric.gathers],
     )
 
 
@@ -244,10 +271,11 @@ def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
     """Sum the states of a torchmetrics metric over ranks; NotImplementedError for a state that is no sum."""
     for name, reduce in metric._reductions.items():
         state = getattr(metric, name)
-        if reduce is not dim_zero_sum or not isinstance(state, Tensor):
+        gathers = reduce is dim_zero_cat and isinstance(state, list)
+        if not gathers and (reduce is not dim_zero_sum or not isinstance(state, Tensor)):
             raise NotImplementedError(
                 f"the state '{name}' of {type(metric).__name__} does not add up over ranks (its reduction is {reduce}); "
-                "use a metric whose states are sums"
+                "use a metric whose states are sums, or lists of what is found in images"
             )
     merge_states(metric, mesh)
 

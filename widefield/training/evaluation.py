@@ -16,7 +16,7 @@ from widefield.training.thumbnails import Thumbnail
 class Mistake:
     """A wrong answer: class numbers, the probability of the predicted class, and the loss.
 
-    Where a sample has several classes, their numbers; where it has numbers, these, and no probability.
+    Where a sample has several classes, or boxes, their numbers; where it has numbers, these, and no probability.
     """
 
     index: int
@@ -24,6 +24,8 @@ class Mistake:
     prediction: int | tuple[int, ...] | tuple[float, ...]
     probability: float | None
     loss: float
+    boxes: tuple[tuple[float, ...], ...] = ()
+    """Of objects, to be drawn: x1, y1, x2, y2, and 1 of what was found or 0 of the truth."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 from widefield.data import Images, spacing_if_told
 from widefield.data.image import write_image, write_labels
 from widefield.training.disk import replace_text
+from widefield.training.drawn_boxes import with_boxes
 from widefield.training.evaluation import Evaluation, Mistake
 from widefield.training.scores import csv_of
 from widefield.training.thumbnails import Thumbnail, shown_in_words
@@ -96,7 +98,7 @@ def _picture(
 ) -> Picture:
     """What the report shows of a mistake; its thumbnail is written to mistakes/, and `picture` is "" where there is none."""
     file = folder / f"mistakes/{number:02}.png"
-    written = None if piece is None else attempt("the pictures of mistakes", partial(_write_picture, piece, file))
+    written = None if piece is None else attempt("the pictures of mistakes", partial(_write_picture, piece, file, mistake))
     return Picture(
         images.name_of(mistake.index),
         "" if written is None else f"mistakes/{file.name}",
@@ -114,12 +116,13 @@ def _words(answer: int | tuple[int, ...] | tuple[float, ...], classes: list[str]
     if any(isinstance(value, float) for value in answer):
         names = [f"{name} " for name in classes] if len(classes) > 1 else [""]
         return ", ".join(f"{name}{value:.4g}" for name, value in zip(names, answer, strict=True))
-    return ", ".join(classes[int(number)] for number in answer) or "no class"
+    counted = Counter(classes[int(number)] for number in answer)
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counted.items()) or "no class"
 
 
-def _write_picture(piece: Thumbnail, file: Path) -> Path:
+def _write_picture(piece: Thumbnail, file: Path, mistake: Mistake) -> Path:
     file.parent.mkdir(exist_ok=True)
-    write_image(piece.image, file)
+    write_image(with_boxes(piece, mistake.boxes) if mistake.boxes else piece.image, file)
     return file
 
 

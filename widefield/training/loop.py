@@ -45,9 +45,9 @@ from widefield.parallel.members import members_of
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.private_torch.tensors import foreach_mul_
-from widefield.tasks import Task, is_per_pixel, scale_of
+from widefield.tasks import Task, is_per_pixel, labels_of, scale_of
 from widefield.tiled.api import whole
-from widefield.training.arithmetic import Arithmetic
+from widefield.training.arithmetic import Arithmetic, widened
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.best import Best
 from widefield.training.freezing import Freezing
@@ -152,10 +152,9 @@ class Learner:
         if whole is not None and is_per_pixel(self.task):
             pixels = [scale_of(self.task) * extent for extent in whole[1:]]
             wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)
-        like = torch.empty((rows, *shape), dtype=image.dtype, device="meta")
-        return like.to(memory_format=self.prepare.format_of(like)), torch.empty(
-            (rows, *wanted), dtype=target.dtype, device="meta"
-        )
+        images = torch.empty((rows, *shape), dtype=image.dtype, device="meta")
+        targets = torch.empty((rows, *wanted), dtype=target.dtype, device="meta")
+        return images.to(memory_format=self.prepare.format_of(images)), targets
 
     def _rows_of_a_pass(self) -> int:
         return -(-len(self.steps.positions(0)) // (self.mesh.copies * self.config.gradient.accumulate))
@@ -342,9 +341,11 @@ class Learner:
         if has_heads(self.config.model, output):
             sums = not getattr(self.task, "counts_images", False)
             return loss_of_heads(self.config.model, output, target, self._loss_of, sums=sums)
-        if isinstance(output, Tensor):
-            output = output.to(torch.promote_types(output.dtype, torch.float32))
-        return self.task.loss_sum(output, target)
+        return self.task.loss_sum(self._for_loss(output), target)
+
+    def _for_loss(self, output: Any) -> Any:
+        """In float32 or wider; whole where targets are boxes, which anchors of all places are matched with."""
+        return widened(whole(output) if labels_of(self.task) == "boxes" else output)
 
     def _loss_of_all(self, output: Any, target: Tensor, *, samples: int) -> Tensor:
         """The loss of this pass's samples on all copies times their number, the same on every rank; see the module's docstring.
@@ -354,8 +355,7 @@ class Learner:
         if has_heads(self.config.model, output):
             of_all = partial(self._loss_of_all, samples=samples)
             return loss_of_heads(self.config.model, output, target, of_all, sums=False)
-        output = output.to(torch.promote_types(output.dtype, torch.float32))
-        own = whole(self.task.sums(output, target)).double() * float(samples > 0)
+        own = whole(self.task.sums(self._for_loss(output), target)).double() * float(samples > 0)
         parts = torch.cat([own.detach().flatten(), own.new_full((1,), samples)])
         total = self.mesh.sum_(parts if self.mesh.is_first_of_copy else torch.zeros_like(parts))
         sums = total[:-1].view(own.shape) + (own - own.detach())

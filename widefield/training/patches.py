@@ -72,6 +72,13 @@ def sampled(config: RunConfig, dataset: Dataset, mesh: Mesh, *, ignore: int | No
 # ---------------------------------------------------------------------------------------------- what does not fit
 
 
+def _why_no_boxes(key: str, name: str) -> str:
+    return (
+        f"{key} cuts images up before their boxes are known, and data.name={name} has boxes; use RandomCrop in data.read, "
+        "whose boxes follow, or whole images with mesh.space"
+    )
+
+
 def _check(config: RunConfig, dataset: Dataset) -> None:
     data = config.data
     key = "data.patches" if data.patches is not None else "data.tissue"
@@ -90,13 +97,14 @@ def _check(config: RunConfig, dataset: Dataset) -> None:
             "model.options.tissue pools by the last channel and no channel of tissue is there; set data.tissue=otsu, or to a "
             "folder of masks, without data.patches"
         )
+    if dataset.labels == "boxes":
+        raise NotImplementedError(_why_no_boxes(key, data.name))
     if data.tissue is not None and dataset.dims != 2:
         raise ValueError(f"data.tissue is of slides and data.name={data.name} has volumes; leave it out")
     if data.patches is None:
         _check_channel(config, dataset)
         return
-    side = data.patches.size
-    if len(side) != dataset.dims:
+    if len(side := data.patches.size) != dataset.dims:
         raise ValueError(
             f"data.patches.size={side} has {len(side)} numbers and images have {dataset.dims} dims; give one number per dim"
         )

@@ -18,7 +18,9 @@ MOST_ROWS = 60
 
 
 def columns_of_task(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """By score a number per class, from what a task counts: `confusion`, `counts` (of several classes) or `errors`."""
+    """By score a number per class, from what a task counts: `confusion`, `counts` (of several classes) `errors`, or `ap`."""
+    if "ap" in values:
+        return {"boxes": values["boxes"].tolist(), "ap": values["ap"].tolist()}
     if "errors" in values:
         return {name: column.tolist() for name, column in zip(("rmse", "mae", "r2"), values["errors"].unbind(1), strict=True)}
     if "counts" in values:

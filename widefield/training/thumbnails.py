@@ -130,8 +130,8 @@ def _labelled(
     )
 
 
-def small_thumbnail_of(batch: Batch, row: int) -> Thumbnail | None:
-    """This rank's part of the thumbnail, up to SMALL_PX long, of one image of a batch.
+def small_thumbnail_of(batch: Batch, row: int, *, longest_px: int = SMALL_PX) -> Thumbnail | None:
+    """This rank's part of the thumbnail, up to `longest_px` long, of one image of a batch.
 
     Of a volume, of its middle plane; None where this rank has nothing of that.
     """
@@ -141,7 +141,7 @@ def small_thumbnail_of(batch: Batch, row: int) -> Thumbnail | None:
         if not 0 <= plane < len(window[0]):
             return None
         size, window, image = size[1:], window[1:], image[:, plane]
-    every = -(-max(size) // SMALL_PX)
+    every = -(-max(size) // longest_px)
     step = -(-every // SAMPLED)
     every = -(-every // step) * step
     start = [-(-run.start // every) for run in window]

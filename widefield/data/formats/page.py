@@ -1,6 +1,7 @@
 """Synthetic pages of any size with scikit-learn's digits, for segmentation: class 0 is background, 1..10 are the digits 0..9.
 
-With `pairs`, for restoration: degraded pages with clean ones as targets, see _page_pairs.py.
+With `pairs`, for restoration: degraded pages with clean ones as targets, see _page_pairs.py.  With `boxes`, for detection: the
+box of each digit, see _page_boxes.py.
 
 A page is a grid of square cells.  A cell has one digit or none: a scan of 8x8 pixels, enlarged bilinearly, with random size,
 place and contrast within its cell, so digits never overlap; at the page's edge they may be cut off.  The background has a
@@ -12,6 +13,7 @@ a window of it equals that part of the whole page bit for bit, and its cost is p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.formats import digits
+from widefield.data.formats._page_boxes import BoxedPages
 from widefield.data.formats._page_pairs import Degradation, paired
 from widefield.data.place_hashes import place_hashes
 from widefield.data.transforms import seed_of
@@ -48,6 +51,15 @@ class PageLayout:
     def cell(self) -> int:
         """The side of a cell: that of the largest digit."""
         return self.digit_px[1]
+
+
+@dataclass(frozen=True)
+class PlacedDigit:
+    """A scan, by its number, with the square of the page that it is enlarged to, and its contrast from 0 to 1."""
+
+    scan: int
+    box: tuple[Interval, Interval]
+    contrast: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,26 @@ class Pages:
 
     def _draw(self, key: int, rows: Interval, columns: Interval, image: Pixels, label: Pixels) -> None:
         """Draw the digits of all cells that overlap the window."""
+        for digit in self._placed(key, rows, columns):
+            ink = _enlarged(self.scans[digit.scan], digit.box, (rows, columns))
+            if ink.size:
+                where = tuple(slice(part.start, part.stop) for part in _within(digit.box, (rows, columns)))
+                _print(image[where], ink, 0.4 + 0.6 * digit.contrast)
+                label[where][ink > INK] = 1 + self.labels[digit.scan]
+
+    def inked(self, index: int) -> Iterator[tuple[int, tuple[Interval, ...]]]:
+        """The digits of a page, each with the smallest box of rows and columns that has its pixels."""
+        page = tuple(Interval(0, extent) for extent in self.layout.size)
+        for digit in self._placed(seed_of(self.seed, "page", self.split, index), *page):
+            has_ink = _enlarged(self.scans[digit.scan], digit.box, (page[0], page[1])) > INK
+            if has_ink.any():
+                start = [(side & run).start for side, run in zip(digit.box, page, strict=True)]
+                spans = [np.flatnonzero(has_ink.any(1 - dim)) for dim in (0, 1)]
+                runs = [Interval(at + int(one[0]), at + int(one[-1]) + 1) for at, one in zip(start, spans, strict=True)]
+                yield int(self.labels[digit.scan]), tuple(runs)
+
+    def _placed(self, key: int, rows: Interval, columns: Interval) -> Iterator[PlacedDigit]:
+        """The digits of all cells that overlap the window."""
         cell = self.layout.cell
         across, down = (np.arange(run.start // cell, -(-run.stop // cell)) for run in (columns, rows))
         cells = np.stack(np.meshgrid(down, across, indexing="ij"), axis=-1).reshape(-1, 2)
@@ -99,11 +131,7 @@ class Pages:
             side_px = low + int(side * (high - low + 1))
             top_px, left_px = (at * cell + int(share * (cell - side_px + 1)) for at, share in ((y, top), (x, left)))
             box = (Interval(top_px, top_px + side_px), Interval(left_px, left_px + side_px))
-            ink = _enlarged(self.scans[number], box, (rows, columns))
-            if ink.size:
-                where = tuple(slice(part.start, part.stop) for part in _within(box, (rows, columns)))
-                _print(image[where], ink, 0.4 + 0.6 * contrast)
-                label[where][ink > INK] = 1 + self.labels[number]
+            yield PlacedDigit(number, box, contrast)
 
 
 def _within(box: tuple[Interval, Interval], window: tuple[Interval, Interval]) -> list[Interval]:
@@ -173,6 +201,7 @@ def open_dataset(
     digits_per_megapixel: float = 400,
     seed: int = 0,
     pairs: bool = False,
+    boxes: bool = False,
     noise: float = 0.1,
     scale: int = 1,
 ) -> Dataset:
@@ -182,8 +211,8 @@ def open_dataset(
     a digit; the largest is a cell's side.  digits_per_megapixel: the average number of digits per million pixels.
     seed: of the pages, independent of the run's, so that runs with different seeds have the same pages.
     pairs: the target is the page itself, for restoration, and the input a degraded one: the mean of each scale x scale pixels,
-    and noise of that standard deviation, as a share of 255.
-    ValueError: options out of range; data.path or data.hold_out is set.
+    and noise of that standard deviation, as a share of 255.  boxes: the targets are boxes of digits, for detection.
+    ValueError: options out of range, or both pairs and boxes; data.path or data.hold_out is set.
     """
     if config.path is not None or config.hold_out is not None:
         raise ValueError("data.name=page is built in; leave data.path and data.hold_out out")
@@ -194,11 +223,21 @@ def open_dataset(
         Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]
         for split, count, part in zip(("train", "evaluate"), pages, (scans.train, scans.evaluate), strict=True)
     )
+    if boxes:
+        return _boxed(train, evaluate, scans.classes, pairs=pairs)
     if pairs:
         return paired(train, evaluate, Degradation(noise, scale), layout.size)
     names = ["background", *scans.classes]
     # mean and standard deviation of the pixels of the 64 training pages that the defaults make
     return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, labels="pixels")
+
+
+def _boxed(train: Pages, evaluate: Pages, classes: list[str], *, pairs: bool) -> Dataset:
+    """ValueError: `pairs` are asked for too."""
+    if pairs:
+        raise ValueError("data.options has pairs and boxes, which are targets of two kinds; leave one of them out")
+    splits = BoxedPages(train), BoxedPages(evaluate)
+    return Dataset(*splits, classes, 1, [0.298], [0.14], in_memory=False, labels="boxes")
 
 
 def _layout_of(size: tuple[int, int], digit_px: tuple[int, int], digits_per_megapixel: float) -> PageLayout:
@@ -225,5 +264,11 @@ def _check(**options: tuple[int, int]) -> None:
 CASES = [
     ({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11),
     ({"options": {"size": [64, 96], "pages": [3, 2], "pairs": True, "scale": 2}}, 3, 2, 1),
+    (
+        {"options": {"size": [160, 200], "pages": [3, 2], "digit_px": [12, 20], "digits_per_megapixel": 2000, "boxes": True}},
+        3,
+        2,
+        10,
+    ),
 ]
 """As in digits.py."""

@@ -22,7 +22,7 @@ def moved_points(map: CoordinateMap, points_N2: Array) -> Array:
         if not isinstance(element, Elastic):
             matrix = matrix @ element
     inverse = np.linalg.inv(matrix)
-    found = np.array([_through(inverse, point) for point in np.asarray(points_N2, dtype=np.float64)]).reshape(-1, 2)
+    found = _through(inverse, np.asarray(points_N2, dtype=np.float64).reshape(-1, 2))
     if not any(isinstance(element, Elastic) for element in map.chain):
         return found
     for number, wanted in enumerate(points_N2):
@@ -69,6 +69,8 @@ def _hull(points_N2: Array) -> Array:
     return np.array([left, top, right, bottom])
 
 
-def _through(matrix: Array, point: Array) -> Array:
-    y, x, w = matrix @ np.array([*point, 1.0])
-    return np.array([y / w, x / w])
+def _through(matrix: Array, points_N2: Array) -> Array:
+    """Number by number, so that a point's bits do not depend on how many there are."""
+    y, x = points_N2[:, 0], points_N2[:, 1]
+    down, across, by = (row[0] * y + row[1] * x + row[2] for row in matrix)
+    return np.stack([down / by, across / by], axis=1)

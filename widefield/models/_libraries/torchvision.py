@@ -21,7 +21,7 @@ from widefield.models._output import keep_main_output, refuse_auxiliary
 from widefield.models._weights import load_pretrained, read_tensors
 from widefield.naming import did_you_mean
 
-OTHER_TASKS = {"detection": "boxes", "optical_flow": "the movement between two images"}
+OTHER_TASKS = {"detection": "boxes, in their own way", "optical_flow": "the movement between two images"}
 """Parts of torchvision.models whose networks learn what no task here does, and what that is."""
 AUXILIARY = ("aux_loss", "aux_logits")
 """The option that adds auxiliary heads, where a network has one."""
@@ -38,6 +38,8 @@ def build(name: str, request: Request) -> nn.Module:
     """
     if name not in models.list_models():
         raise ValueError(f"torchvision has no model '{name}'{did_you_mean(name, names())}")
+    if ".detection." in f"{models.get_model_builder(name).__module__}.":
+        raise NotImplementedError(_why_no_detector(name))
     if learns := _other_task(name):
         raise NotImplementedError(
             f"torchvision/{name} finds {learns}, and tasks here have a class, a value or labels of pixels; take a network of "
@@ -58,6 +60,20 @@ def build(name: str, request: Request) -> nn.Module:
     if "segmentation" in models.get_model_builder(name).__module__ or _has_auxiliary(parameters):
         keep_main_output(model, auxiliary=request.config.auxiliary is not None)
     return model
+
+
+def _why_no_detector(name: str) -> str:
+    """Detectors of torchvision take lists of images and targets and give losses, or boxes; what is here in their place."""
+    if name.startswith(("retinanet", "fcos")):
+        return (
+            f"torchvision/{name} resizes and normalizes images by itself, and its losses are of one device; take "
+            f"model.name={name.partition('_')[0]}, the same network with the same names of parameters, and task.name=detection"
+        )
+    why = "has one size of images, 300 px or so" if name.startswith("ssd") else "has two stages, whose second sees random boxes"
+    return (
+        f"torchvision/{name} {why}, and task.name=detection has the losses of RetinaNet and FCOS; take model.name=retinanet or "
+        "fcos"
+    )
 
 
 def _other_task(name: str) -> str | None:

@@ -136,7 +136,17 @@ def on_device(config: RunConfig, cluster: Cluster, *, dims: int) -> RunConfig:
     return config.model_copy(update={"precision": precision, "model": model})
 
 
+def _refuse_boxes(config: RunConfig) -> None:
+    """NotImplementedError: the task matches boxes, of which an emulated step has none."""
+    if config.task.name == "detection":
+        raise NotImplementedError(
+            "task.name=detection matches anchors with boxes, and what that takes depends on the boxes, which an emulated step "
+            "has not; write the mesh yourself, and plan with the model's backbone and task.name=classification for its memory"
+        )
+
+
 def _task_of(config: RunConfig) -> StandInTask:
+    _refuse_boxes(config)
     if config.task.name == "restoration":
         return "restoration"
     return "segmentation" if config.task.name == "segmentation" else "classification"
@@ -153,6 +163,7 @@ def image_of(config: RunConfig, given: Given) -> tuple[tuple[int, ...], int, Sta
 
     ValueError: the data cannot be opened or read.
     """
+    _refuse_boxes(config)
     dataset = open_dataset(config.data) if given.data is None else given.data()
     task: StandInTask = "segmentation" if dataset.pixels else "classification"
     task = "restoration" if dataset.labels == "image" else task
