@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from widefield.cli._errors import say
 from widefield.cli._help import HelpLayout
 from widefield.installed import version_of
+from widefield.launchers._scratch import remove_own_folder
 from widefield.naming import load_all
 from widefield.refusal import tell_status
 
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.is_rank:
         # Everything is closed by now.  At a normal exit of Python, gloo's threads abort one process in ten
         # (docs/log.md, 2026-11-21), which a launcher would take for a crash.
+        remove_own_folder()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

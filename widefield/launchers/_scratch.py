@@ -16,6 +16,8 @@ from typing import Any
 
 OURS = "widefield-"
 """How the ids of runs begin whose launcher removes the folders."""
+_OWN: list[Path] = []
+"""The folder of this process, a rank."""
 
 
 def use_own_folder(environment: Mapping[str, str]) -> None:
@@ -33,7 +35,14 @@ def use_own_folder(environment: Mapping[str, str]) -> None:
         return  # no room for it: multiprocessing says so itself, if it ever needs a folder
     process: Any = multiprocessing.current_process()
     process._config["tempdir"] = str(folder)  # what multiprocessing.util.get_temp_dir() gives; inherited
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _OWN.append(folder)
+    atexit.register(remove_own_folder)
+
+
+def remove_own_folder() -> None:
+    """Remove this rank's folder; for an end that skips what is registered for it, and where no launcher is left."""
+    for folder in _OWN:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_folders(run_id: str) -> None:
