@@ -40,7 +40,7 @@ from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.guarding import Guarding
 from widefield.training.interrupt import Interrupt
-from widefield.training.loop import Passes
+from widefield.training.passes import Passes
 from widefield.training.record import Record
 from widefield.training.trainer import Trainer
 

@@ -38,8 +38,9 @@ from widefield.training.guarding import Guarding, check_guard
 from widefield.training.heartbeat import Heartbeat
 from widefield.training.interrupt import Interrupt
 from widefield.training.learning_rate_finder import find_learning_rate
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
 from widefield.training.out_of_memory import FullMemoryError, advice, full_memory_error, is_full, was_full
+from widefield.training.passes import Passes
 from widefield.training.planned import read_planned
 from widefield.training.record import Record
 from widefield.training.resume import resume

@@ -10,6 +10,7 @@ from torch import nn
 from widefield.config import ModelConfig
 from widefield.models import build
 from widefield.naming import load, names_in
+from widefield.tasks._adversarial import answers_of
 
 CASES = [(name, *case) for name in names_in("widefield.models") for case in load("widefield.models", name).CASES]
 
@@ -44,7 +45,10 @@ def test_every_parameter_of_a_model_learns(name, options, shape, wanted):
     """In float64; a parameter without gradient is one that the forward pass forgot."""
     torch.manual_seed(0)
     model = made(name, shape[1], **options).double()
-    found = tensors_of(model(torch.randn(shape, dtype=torch.float64)))
+    image = torch.randn(shape, dtype=torch.float64)
+    found = tensors_of(model(image))
+    if name == "gan":
+        found += [features[-1] for features in answers_of(model.discriminator(image, *found))]
     sum(one.square().sum() for one in found).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -140,7 +144,7 @@ def test_a_users_callable_is_given_the_sizes_it_asks_for(own):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("resnt", "models/ has no resnt.py; did you mean 'resnet'? It has: fcos, resnet, restorer, retinanet, unet."),
+        ("resnt", "models/ has no resnt.py; did you mean 'resnet'? It has: fcos, gan, resnet, restorer, retinanet, unet."),
         ("torchvison/resnet18", "did you mean 'torchvision'? The part before / can be: monai, smp, timm, torchvision"),
         ("torchvision/resnet19", "torchvision has no model 'resnet19'; did you mean 'resnet1"),
         ("timm/resnet19", "timm has no model 'resnet19'; did you mean 'resnet1"),

@@ -24,7 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from widefield.comm.mesh import Mesh
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
+from widefield.training.passes import Passes
 
 WARMUP = 3
 STEPS = 2

@@ -17,7 +17,7 @@ from widefield.data.order import Steps, order_of
 from widefield.plans import plan_of
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import About, Checkpoints, newest_sound_in, read
-from widefield.training.loop import Passes
+from widefield.training.passes import Passes
 from widefield.training.resume import resume, state_of
 from widefield.training.state import shapes_of
 from widefield.training.tree_json import to_json

@@ -16,7 +16,7 @@ from widefield.config import read_config
 from widefield.plans import plan_of
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import About, Checkpoints
-from widefield.training.loop import Passes
+from widefield.training.passes import Passes
 from widefield.training.resume import resume, state_of
 from widefield.training.state import shapes_of
 

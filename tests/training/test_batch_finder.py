@@ -23,7 +23,7 @@ from widefield.run import train
 from widefield.training import batch_finder, memory
 from widefield.training.assemble import assemble, learner_of, rebuilt, training_batches
 from widefield.training.batch_finder import SHARE, MemoryPeak, candidates, find_batch_size, measured, without_model
-from widefield.training.loop import Passes
+from widefield.training.passes import Passes
 
 SETTINGS = [
     "precision=float64", "model.options={widths: [4, 6], blocks: 1, dropout: 0.2}", "schedule.length=3step",

@@ -15,7 +15,8 @@ from widefield.plans import plan_of
 from widefield.run import train
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checksums import PARTS, Checksums, checksum, combined, factor_of
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
+from widefield.training.passes import Passes
 
 PAGE = str(RECIPES / "page.yaml")
 SETTINGS = ["mesh.space=[]", "mesh.replicate=1", "data.options.size=[48, 40]", "data.options.pages=[8, 2]", "data.batch_size=6",

@@ -21,7 +21,7 @@ from widefield.sharded_state import gather_full_on_main
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.freezing import freeze
-from widefield.training.loop import Passes
+from widefield.training.passes import Passes
 from widefield.training.resume import resume, state_of
 from widefield.training.state import shapes_of
 

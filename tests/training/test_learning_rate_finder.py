@@ -16,7 +16,7 @@ from widefield.plans import Plan, plan_of
 from widefield.training import learning_rate_finder
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.learning_rate_finder import Curve, find_learning_rate
-from widefield.training.loop import Passes
+from widefield.training.passes import Passes
 from widefield.training.resume import state_of
 
 SETTINGS = [

@@ -11,7 +11,8 @@ from widefield.config import StreamConfig, read_config
 from widefield.plans import plan_of
 from widefield.streaming.api import Stream, Streamed
 from widefield.training.assemble import assemble, learner_of, training_batches
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
+from widefield.training.passes import Passes
 from widefield.training.streaming import stream_as
 
 SMALL = ["data.options.size=[40, 33]", "data.options.pages=[5, 1]", "data.batch_size=4", "data.workers=0",

@@ -29,8 +29,9 @@ from widefield.own_code import look_in
 from widefield.plans import check, plan_of, to_text
 from widefield.refusal import is_ours
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches
-from widefield.training.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.loop import Learner, NonFiniteLossError
 from widefield.training.memory import peak_memory_bytes
+from widefield.training.passes import Passes
 
 RECORDED_STEPS = 3
 TIMEOUT_SECONDS = 300.0

@@ -39,7 +39,7 @@ from widefield.faults.fault import PlantedFault, faults_of
 from widefield.faults.injector import Injector, left_of, note_in
 from widefield.faults.tensors import WRONG_NUMBERS, first_floating, one_less, spoil_
 from widefield.tiled.redistribute import local_of
-from widefield.training import checkpoint, loop, manifest, tensors
+from widefield.training import checkpoint, loop, manifest, passes, tensors
 from widefield.training.trainer import Trainer
 
 __all__ = ["faults_of", "injecting", "planted"]
@@ -131,7 +131,7 @@ def _in_data(stack: ExitStack, injector: Injector) -> None:
 
         return changed
 
-    _replace(stack, loop.Passes, "__init__", begun)
+    _replace(stack, passes.Passes, "__init__", begun)
     _replace(stack, Preparation, "__call__", prepared)
 
 
@@ -159,7 +159,7 @@ def _in_forward(stack: ExitStack, injector: Injector) -> None:
         return asked
 
     _replace(stack, loop.Learner, "_pass", of_pass)
-    for name in _LOSSES:
+    for name in (*_LOSSES, "_loss_of_turn"):
         _replace(stack, loop.Learner, name, of_loss)
 
 

@@ -8,6 +8,10 @@ from widefield.models._first_convolution import CONVOLUTIONS
 
 CONV = {2: nn.Conv2d, 3: nn.Conv3d}
 MAX_POOL = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
+CONV_TRANSPOSE = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+AVERAGE_POOL = {2: nn.AvgPool2d, 3: nn.AvgPool3d}
+INSTANCE_NORM = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+REFLECTION_PAD = {2: nn.ReflectionPad2d, 3: nn.ReflectionPad3d}
 BATCH_NORM = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 

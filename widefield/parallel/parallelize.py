@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from weakref import WeakKeyDictionary
@@ -13,13 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from widefield import sharded_state
 from widefield.capture.interpreter import RankShardModule
 from widefield.comm.mesh import Mesh
 from widefield.config.strategies import STRATEGIES
 from widefield.fallback import Fallback, in_words
 from widefield.naming import load_all
 from widefield.parallel import optimizer_steps
+from widefield.parallel.members import members_of
 from widefield.parallel.strategies import Phase, data, fully_shard
+from widefield.parallel.strategies._forward_state import without_trace
 from widefield.parallel.strategies._optimizer_shards import share_states as share_optimizer_states
 from widefield.plans import Plan
 from widefield.streaming.api import Streamed
@@ -35,7 +38,7 @@ def parallelize(
     mesh: Mesh,
     *,
     trial_step: Callable[[], Tensor] | None = None,
-    sample: Tensor | None = None,
+    sample: Tensor | tuple[Tensor, ...] | None = None,
     rehearse: Callable[[], Tensor] | None = None,
 ) -> nn.Module:
     """Make `model` train over the ranks of `mesh` as the mesh's plan says; returns the same module, changed in place.
@@ -45,7 +48,8 @@ def parallelize(
     Make the optimizer afterwards: where weights are sharded, parameters become new objects.
     trial_step: runs the model on a small batch of this rank and returns a scalar loss; every rank passes one, or none does.
         `rehearse` is its earlier name.
-    sample: a batch as one pass of this rank has it, or a meta tensor of that shape.  mesh.channel and mesh.stage need it: the
+    sample: a batch as one pass of this rank has it, or a meta tensor of that shape; several where the forward takes several,
+        which mesh.stage does not.  mesh.channel and mesh.stage need it: the
         model is captured on its shape, without pixels.
     Gradients are averaged over the data ranks.  So multiply a loss that is summed over samples by `mesh.copies` / samples of
     all copies.  A copy is one rank, or all the ranks that share the tiles, channels or stages of one model.
@@ -87,8 +91,44 @@ class _WatchedStep:
         return loss
 
 
+def parallelize_members(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    trial_steps: Mapping[str, Callable[[], Tensor]],
+    samples: Mapping[str, tuple[Tensor, ...]],
+    is_average: bool = False,
+) -> nn.Module:
+    """`parallelize` of each member of a model, see members.py; returns the same model, changed in place.
+
+    trial_steps, samples: as for `parallelize`, by the member's name.  is_average: `parallelize_average` in its place.
+    NotImplementedError: stages, of which a pipeline runs forward and backward of one module in one call.
+    """
+    if mesh.plan.stage > 1:
+        raise NotImplementedError(
+            f"mesh.stage={mesh.plan.stage} divides one module into stages, whose forward and backward are one call, and this "
+            f"model's {' and '.join(members_of(model))} learn by turns through each other; set mesh.stage=1, and cut images by "
+            "mesh.space or channels by mesh.channel"
+        )
+    apply = parallelize_average if is_average else parallelize
+    members = members_of(model)
+    for name, member in members.items():
+        with ExitStack() as stack:
+            for other in members.values():  # a trial step runs them too, and may write to their buffers
+                stack.enter_context(without_trace(other) if other is not member else nullcontext())
+            apply(member, mesh, trial_step=trial_steps[name], sample=samples[name])
+        specs = {f"{name}.{path}": spec for path, spec in sharded_state.registered(member).items()}
+        if specs:
+            sharded_state.register(model, specs)
+    return model
+
+
 def parallelize_average(
-    copy: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+    copy: nn.Module,
+    mesh: Mesh,
+    *,
+    trial_step: Callable[[], Tensor] | None = None,
+    sample: Tensor | tuple[Tensor, ...] | None = None,
 ) -> nn.Module:
     """Parallelize `copy`, which is only evaluated, as the moving average of a model's weights; returns it, changed in place.
 
@@ -115,12 +155,17 @@ def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Op
     return optimizer
 
 
-def without_sync(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backward adds to this rank's gradients and sends none: every pass of a step but the last runs here.
 
     Forward and backward both belong inside.  Does nothing for a model that averages no gradients.
     """
-    return fully_shard.without_sync(model) if fully_shard.is_sharded(model) else data.without_sync(model)
+    with ExitStack() as stack:
+        for member in members_of(model).values():
+            of_strategy = fully_shard if fully_shard.is_sharded(member) else data
+            stack.enter_context(of_strategy.without_sync(member))
+        yield
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -175,7 +220,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
 
 def evaluates_together(model: nn.Module) -> bool:
     """Whether a pass in evaluation communicates between copies of the model, so that ranks must run equally many passes."""
-    return fully_shard.is_sharded(model)
+    return any(map(fully_shard.is_sharded, members_of(model).values()))
 
 
 def reasons(model: nn.Module) -> list[str]:
@@ -188,7 +233,7 @@ def reasons(model: nn.Module) -> list[str]:
 
 def choices(model: nn.Module) -> list[str]:
     """`reasons` without those of `fallbacks`."""
-    return [choice for choice in _CHOICES.get(model, []) if isinstance(choice, str)]
+    return [f"{name}: {choice}" if name else choice for name, choice in _choices(model) if isinstance(choice, str)]
 
 
 def fallbacks(model: nn.Module) -> list[Fallback]:
@@ -202,7 +247,16 @@ def fallbacks(model: nn.Module) -> list[Fallback]:
 
 
 def _of_plan(model: nn.Module) -> list[Fallback]:
-    return [choice for choice in _CHOICES.get(model, []) if isinstance(choice, Fallback)]
+    return [
+        replace(choice, module=".".join(filter(None, (name, choice.module))))
+        for name, choice in _choices(model)
+        if isinstance(choice, Fallback)
+    ]
+
+
+def _choices(model: nn.Module) -> list[tuple[str, str | Fallback]]:
+    """Each with the name of the member of the model that it is about; "" where the model is one."""
+    return [(name, choice) for name, member in members_of(model).items() for choice in _CHOICES.get(member, [])]
 
 
 def _strategies(plan: Plan) -> list[ModuleType]:

@@ -304,6 +304,9 @@ def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
     if steps:
         x = [line["step"] for line in steps]
         curves.append(_curve("Training loss", *plots.loss_curve(x, [line["loss"] for line in steps])))
+        for name in dict.fromkeys(name for line in steps for name in line.get("losses", {})):
+            turns = [(line["step"], line["losses"][name]) for line in steps if name in line.get("losses", {})]
+            curves.append(_curve(f"Training loss of the {name}", *plots.loss_curve(*map(list, zip(*turns, strict=True)))))
     if evaluations:
         metrics = {metric_name(name): [line["metrics"].get(name, float("nan")) for line in evaluations]
                    for name in evaluations[-1]["metrics"]}  # fmt: skip

@@ -51,6 +51,41 @@ class Task(Protocol):
         """The result for the log, as `98.61 % top-1`.  values: the metrics in percent."""
 
 
+class AlternatingTask(Task, Protocol):
+    """A task whose model has several modules that learn by turns, as a generator and a discriminator.
+
+    All turns of a step see one batch.  `loss_sum`, `count`, `answers` and the metrics are of evaluations, in which the model is
+    called as a whole.
+    """
+
+    members: Sequence[str]
+    """The names of these modules, which are attributes of the model and have all of its parameters."""
+    # `differentiates_twice = True` may be set where a loss has gradients in it
+
+    def in_turn(self, step: int) -> Sequence[str]:
+        """The members that learn in a step, counted from 0, in their order."""
+
+    def example(self, member: str, image: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        """What the member is called with, given a batch; also of tensors without data, for their shapes."""
+
+    def turn_loss(self, member: str, model: Any, image: Tensor, target: Tensor, *, draw: SampleDraws, step: int) -> Tensor:
+        """The sum over samples of the loss of the member whose turn it is, a scalar; the others take no gradient.
+
+        image, target: as a batch has them, tiled where images are cut.  Call the members, as `model.generator(image)`, and
+        not what is in them.
+        """
+
+
+class SampleDraws(Protocol):
+    """Random numbers of the samples of a turn: the same on any number of ranks, and on all ranks that share a sample."""
+
+    def uniform(self) -> Tensor:
+        """(B,) from 0 to 1."""
+
+    def normal(self, *shape: int) -> Tensor:
+        """(B, *shape) with mean 0 and standard deviation 1, whole also where images are tiled."""
+
+
 def labels_of(task: Task) -> Labels:
     """What the task learns: its attribute `labels`; without it "pixels" where it has `pixels = True`, else "class"."""
     return getattr(task, "labels", "pixels" if getattr(task, "pixels", False) else "class")

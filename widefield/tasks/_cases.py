@@ -35,16 +35,20 @@ class CaseSizes:
 
 
 class CaseMetric(Protocol):
-    """table: (cases, ...), all 0 at the start.  wants_whole: whether `update` gets whole images, and not windows of them."""
+    """table: (cases, ...), all 0 at the start.  wants_whole: whether `update` gets whole images, and not windows of them.
+
+    of_classes: whether `columns` have a number for each class, and not one number.
+    """
 
     table: Tensor
     wants_whole: bool
+    of_classes: bool
 
     def update(self, index: Tensor, answers: Tensor, target: Tensor) -> None:
-        """Add images number `index`: (B, *pixels) class numbers, or (B, classes, *pixels) of 0 and 1."""
+        """Add images number `index`: (B, *pixels) class numbers, or (B, classes, *pixels) of 0 and 1, or images."""
 
     def columns(self) -> dict[str, Tensor]:
-        """(classes,) of each score: the mean over its cases; NaN where there is none; and how many there are."""
+        """(classes,) of each score: the mean over its cases; NaN where there is none; and how many there are; or one number."""
 
 
 class CaseOverlap:
@@ -53,7 +57,7 @@ class CaseOverlap:
     An image with a class in neither truth nor answer is no case of the class; one with it in only one of them has a score of 0.
     """
 
-    wants_whole = False
+    wants_whole, of_classes = False, True
 
     def __init__(self, score: Literal["dice", "iou"], sizes: CaseSizes, *, background: bool = True) -> None:
         """background: whether class 0 counts in the mean."""
@@ -94,7 +98,7 @@ class SurfaceDistance:
     in how many cases that was so.  A class in neither is no case.
     """
 
-    wants_whole = True
+    wants_whole, of_classes = True, True
 
     def __init__(
         self, sizes: CaseSizes, *, spacing: Sequence[float] | None = None, tolerance: float = 1.0, background: bool = False

@@ -135,8 +135,10 @@ def _one(entry: Any, task: Task, num_classes: int, spacing_of: SpacingOf | None)
     if ranked := re.fullmatch(r"top(\d+)", name):
         name, options = "top", {"k": int(ranked[1])} | options
     labels, ignore = labels_of(task), getattr(task, "ignore_index", None)
-    if name in CASES_OF and labels in ("pixels", "layers"):
-        of_cases = partial(_of_cases, name, num_classes, ignore, labels == "layers", options, spacing_of)
+    if name in CASES_OF.get(labels, {}):
+        of_cases = partial(
+            _of_cases, CASES_OF[labels][name], name, num_classes, ignore, labels == "layers", options, spacing_of
+        )
         return RecipeMetric(name, of_cases=of_cases)
     make = code_named(name, key="task.metrics") if is_code(name) else _known(name, labels)
     sizes = {"num_classes": num_classes, "num_labels": num_classes, "num_outputs": num_classes, "ignore_index": ignore}
@@ -159,6 +161,7 @@ def _known(name: str, labels: str) -> Callable[..., Any]:
 
 
 def _of_cases(
+    make: Callable[..., CaseMetric],
     name: str,
     classes: int,
     ignore: int | None,
@@ -168,7 +171,7 @@ def _of_cases(
     cases: int,
 ) -> CaseMetric:
     try:
-        return CASES_OF[name](CaseSizes(classes, cases, ignore, layered, spacing_of), **options)
+        return make(CaseSizes(classes, cases, ignore, layered, spacing_of), **options)
     except TypeError as error:
         raise ValueError(f"task.metrics: {name} cannot be made: {error}") from None
 

@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from widefield.tasks._cases import CaseMetric, CaseOverlap, SurfaceDistance
 from widefield.tasks._counts import SCORES, ConfusionScore, LabelCounts
+from widefield.tasks._sliced_wasserstein import SlicedWasserstein
 
 
 class RankedScore(Metric):
@@ -79,14 +80,19 @@ NAMED: dict[str, dict[str, Callable[..., Metric]]] = {
 }
 """By kind of labels and name, what makes the metric: it gets num_classes and ignore_index where it takes them."""
 
-CASES_OF: dict[str, Callable[..., CaseMetric]] = {
+_OF_PIXELS: dict[str, Callable[..., CaseMetric]] = {
     "dice_cases": partial(CaseOverlap, "dice"),
     "iou_cases": partial(CaseOverlap, "iou"),
     "surface": SurfaceDistance,
 }
-"""Metrics of pixels whose mean over cases is taken; each gets CaseSizes."""
+CASES_OF: dict[str, dict[str, Callable[..., CaseMetric]]] = {
+    "pixels": _OF_PIXELS,
+    "layers": _OF_PIXELS,
+    "image": {"swd": SlicedWasserstein},
+}
+"""By kind of labels, metrics that have a row of a table per case; each gets CaseSizes."""
 
 
 def names_of(labels: str) -> list[str]:
     """The short names for a kind of labels."""
-    return [*NAMED.get(labels, {}), *(CASES_OF if labels in ("pixels", "layers") else ())]
+    return [*NAMED.get(labels, {}), *CASES_OF.get(labels, {})]

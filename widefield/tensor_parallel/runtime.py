@@ -26,19 +26,20 @@ from widefield.tiled.rng import compare_generators
 class TensorParallelForward(ForwardOverride):
     """The forward of a module with sharded channels; shards the module's weights when it is made.
 
-    shards: of every sharded weight, by name.  shapes, strides: of every full weight and buffer, by name.
+    likes: what the forward is called with.  shards: of every sharded weight, by name.  shapes, strides: of every full weight
+    and buffer, by name.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks, like: Like, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, likes: tuple[Like, ...], device: torch.device) -> None:
         self.device = device
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
         self.strides = {name: dense_strides(tensor) for name, tensor in named_tensors(module).items()}
         self.shards: dict[str, Shard] = {}
         self.known: ProgramCache[GraphProgram] = ProgramCache()
-        self.shards = dict(self._capture(module, (like,), {}, None).shards)
+        self.shards = dict(self._capture(module, likes, {}, None).shards)
         self._shard_weights(module)
-        self.initial = self._capture(module, (like,), {}, self.shards)
-        """The sharded graph for a batch like `like`."""
+        self.initial = self._capture(module, likes, {}, self.shards)
+        """The sharded graph for a batch like `likes`."""
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What the module returns, on every rank of the axis."""

@@ -26,7 +26,14 @@ from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
 from widefield.data.statistics import SplitStatistics
 from widefield.data.transforms import Transforms, seed_of
 from widefield.fallback import Fallback, in_words
-from widefield.parallel.parallelize import evaluates_together, parallelize, parallelize_average, share_states
+from widefield.parallel.members import members_of
+from widefield.parallel.parallelize import (
+    evaluates_together,
+    parallelize,
+    parallelize_average,
+    parallelize_members,
+    share_states,
+)
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
 from widefield.tasks import Task, labels_of
@@ -51,6 +58,7 @@ from widefield.training.run_folder import write_model, write_statistics, write_t
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
 from widefield.training.streaming import check_tiles, look_ahead
+from widefield.training.turns import check_turns, divide, members_named
 from widefield.training.weight_average import average_of
 
 
@@ -162,7 +170,7 @@ def assemble(
         _only_deterministic_algorithms()
     seed_everything(config.seed)
     model, why_weights = built_model(
-        config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
+        config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights, task=task
     )
     scaling = (*scaled.reasons, why_scaled(config, dataset))
     of_data = (dataset.about, *drawn.reasons)
@@ -202,8 +210,9 @@ def rebuilt(parts: Parts, mesh: Mesh, *, batch: int) -> Parts:
     config = parts.config.model_copy(update={"data": data})
     seed_everything(config.seed)
     model, _ = built_model(
-        config, mesh, parts.given, parts.arithmetic, parts.dataset, channels_last=parts.channels_last, initial=True
-    )
+        config, mesh, parts.given, parts.arithmetic, parts.dataset, channels_last=parts.channels_last, initial=True,
+        task=parts.task,
+    )  # fmt: skip
     return replace(parts, config=config, mesh=mesh, model=model, window=window_of(mesh))
 
 
@@ -217,6 +226,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     lr, why_lr = learning_rate(config.optimizer, config.data.batch)
     _check_scaling(parts)
     check_stages(parts.task, config, mesh)
+    check_turns(config, parts.task, mesh.plan)
     check_sampling(config, parts.dataset, labels=labels_of(parts.task))
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
@@ -235,6 +245,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
         dummy_batch=dummy_batch or dummy_batch_of(parts.reader(train=True), mesh),
         best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
+        scalers={member: parts.arithmetic.scaler() for member in members_named(parts.task)},
     )
     if config.model.compile:
         model.compile()
@@ -260,14 +271,28 @@ def _gathered_maps(learner: Learner) -> list[Fallback]:
 def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:
     """Parallelize the model and its average, and build the optimizer again, since parameters may be new objects."""
     config, mesh = learner.config, learner.mesh
-    sample = learner.meta_pass()
-    share = 2 / len(sample)
-    if learner.ema is not None:
-        average = learner.ema.module
-        parallelize_average(average, mesh, trial_step=TrialStep(partial(learner.trial_step, average), share), sample=sample)
-    learner.model = parallelize(learner.model, mesh, trial_step=TrialStep(learner.trial_step, share), sample=sample)
+    if members_named(learner.task):
+        _parallelize_members(learner)
+    else:
+        sample = learner.meta_pass()
+        share = 2 / len(sample)
+        if learner.ema is not None:
+            average = learner.ema.module
+            parallelize_average(average, mesh, trial_step=TrialStep(partial(learner.trial_step, average), share), sample=sample)
+        learner.model = parallelize(learner.model, mesh, trial_step=TrialStep(learner.trial_step, share), sample=sample)
     optimizer = build_optimizer(config.optimizer, learner.model, learner.lr, mesh, layers=layers)
     learner.optimizer = share_states(optimizer, mesh)
+
+
+def _parallelize_members(learner: Learner) -> None:
+    """Each of the modules that learn by turns, and each of their averages."""
+    mesh, image, target = learner.mesh, *learner.meta_passes()
+    models = [(learner.model, False)] if learner.ema is None else [(learner.ema.module, True), (learner.model, False)]
+    for model, is_average in models:
+        names = list(members_of(divide(model, learner.task, name=learner.config.model.name)))
+        steps = {one: TrialStep(partial(learner.trial_step, model, member=one), 2 / len(image)) for one in names}
+        samples = {one: learner.task.example(one, image, target) for one in names}  # type: ignore[attr-defined]
+        parallelize_members(model, mesh, trial_steps=steps, samples=samples, is_average=is_average)
 
 
 def _check_scaling(parts: Parts) -> None:

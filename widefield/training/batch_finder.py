@@ -28,9 +28,10 @@ from widefield.data.order import Steps
 from widefield.quantity import bytes_text, count_of
 from widefield.training.assemble import Parts, evaluate_parts, learner_of, rebuilt, training_batches
 from widefield.training.given import share_given
-from widefield.training.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.loop import Learner, NonFiniteLossError
 from widefield.training.memory import memory_bytes, peak_memory_bytes, reset_peak, usable_bytes
 from widefield.training.out_of_memory import is_full
+from widefield.training.passes import Passes
 from widefield.training.state import load_random_state, random_state
 from widefield.training.terminal import say
 

@@ -9,13 +9,24 @@ from widefield import models
 from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
 from widefield.data import Dataset
+from widefield.parallel.members import members_of
+from widefield.tasks import Task
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.given import Given
 from widefield.training.streaming import stream_as
+from widefield.training.turns import divide
 
 
 def built_model(
-    config: RunConfig, mesh: Mesh, given: Given, arithmetic: Arithmetic, dataset: Dataset, *, channels_last: bool, initial: bool
+    config: RunConfig,
+    mesh: Mesh,
+    given: Given,
+    arithmetic: Arithmetic,
+    dataset: Dataset,
+    *,
+    channels_last: bool,
+    initial: bool,
+    task: Task,
 ) -> tuple[nn.Module, list[str]]:
     """The model on the device, in the memory format that the config asks for, and what was loaded into it, in words.
 
@@ -28,6 +39,7 @@ def built_model(
         model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
     elif asked.auxiliary is not None or asked.deep_supervision:
         models.keep_main_output(model, auxiliary=True)
+    divide(model, task, name=asked.name)
     model.to(mesh.device, arithmetic.dtype)
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
     if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
@@ -35,7 +47,8 @@ def built_model(
     if initial:
         reasons += models.load_weights_file(asked, model)
     if mesh.plan.stream is not None:
-        stream_as(mesh.plan.stream, model, compiles=asked.compile)
+        for member in members_of(model).values():
+            stream_as(mesh.plan.stream, member, compiles=asked.compile)
     return model, reasons
 
 

@@ -299,6 +299,6 @@ def _extra_metrics(seen: _Counts, mesh: Mesh, *, classes: int) -> tuple[dict[str
     for cases in seen.cases:
         cases.table = mesh.sum_(cases.table.to(mesh.device)).cpu()
         of_classes = cases.columns()
-        columns |= {name: values.tolist() for name, values in of_classes.items()}
+        columns |= {name: values.tolist() for name, values in of_classes.items()} if cases.of_classes else {}
         found |= {name: float(values.nanmean()) for name, values in of_classes.items() if values.is_floating_point()}
     return found, columns

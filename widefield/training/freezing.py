@@ -57,7 +57,7 @@ def freeze(model: nn.Module, config: ModelConfig, plan: Plan) -> tuple[Freezing,
         raise ValueError(
             f"model.freeze={config.freeze} leaves nothing that learns in the first epoch; leave out what shall, as the head"
         )
-    why_dropped = _why_dropped(plan)
+    why_dropped = why_gradients_are_dropped(plan)
     reasons = _in_words(list(frozen), later, norms, why_dropped)
     return Freezing(later, stops_gradients=why_dropped is None), reasons
 
@@ -94,7 +94,7 @@ def _freeze_batch_norms(model: nn.Module, config: ModelConfig) -> list[str]:
     return names
 
 
-def _why_dropped(plan: Plan) -> str | None:
+def why_gradients_are_dropped(plan: Plan) -> str | None:
     """The part of the plan under which gradients are computed and dropped; None where none are."""
     if plan.shard > 1 and plan.sharding.zero > 1:
         return f"sharding.zero={plan.sharding.zero}"

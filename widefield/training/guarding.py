@@ -19,7 +19,8 @@ from widefield.training import refused_batch
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.checksums import Checksums, Difference
 from widefield.training.guard import Refusal, RefusedStepError, RollBack
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
+from widefield.training.passes import Passes
 from widefield.training.record import Record
 from widefield.training.resume import resume
 from widefield.training.state import load_random_state, seed_everything

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 from widefield.streaming import progress
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
+from widefield.training.passes import Passes
 from widefield.training.record import QUIET_SECONDS, Record
 
 

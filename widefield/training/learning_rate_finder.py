@@ -21,7 +21,8 @@ from widefield.comm.mesh import AgreedError
 from widefield.parallel.strategies.data import hook_state, load_hook_state
 from widefield.training.assemble import Parts, training_batches
 from widefield.training.guard import Guard
-from widefield.training.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.loop import Learner, NonFiniteLossError
+from widefield.training.passes import Passes
 from widefield.training.schedule import Schedule
 from widefield.training.state import load_random_state, random_state
 from widefield.training.terminal import say

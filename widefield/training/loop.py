@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -39,9 +38,10 @@ from widefield import sharded_state
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, close
+from widefield.data.loader import Batch
 from widefield.data.order import Steps
 from widefield.parallel.inactive import inactive
+from widefield.parallel.members import members_of
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.private_torch.tensors import foreach_mul_
@@ -55,8 +55,9 @@ from widefield.training.guard import Guard, NonFiniteLossError, RollBack, refuse
 from widefield.training.heads import has_heads, loss_of_heads
 from widefield.training.reads import Reads
 from widefield.training.schedule import Schedule
+from widefield.training.turns import Turn, drop_gradients_of_others, learning, loss_of_turn, members_named, turns_of
 
-__all__ = ["Learner", "NonFiniteLossError", "Passes", "RollBack", "StepTimes"]
+__all__ = ["Learner", "NonFiniteLossError", "RollBack"]
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Learner:
     dummy_batch: Batch
     """A batch of one image, for a rank without samples in a pass."""
     best: Best
+    scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
+    """Where several modules learn by turns, that of each one's loss."""
     between_passes: Callable[[], None] = lambda: None
     """Called on every rank between the passes of a step; it may raise StopNow."""
     before_update: Callable[[], None] = lambda: None
@@ -94,6 +97,8 @@ class Learner:
     """The names of unreadable images that were left out; only on the first rank of a copy."""
     order: str = ""
     """A SHA-256 chain over the numbers of the images this rank has trained on: equal where two runs saw the same images."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Where several modules learn by turns, the mean loss of each that learned in the last step."""
     reads: Reads = field(default_factory=Reads)
     """What this rank has read from files since this process began to train."""
     guard: Guard = field(default_factory=Guard)
@@ -112,25 +117,44 @@ class Learner:
         """The learning rate of the next step."""
         return self.lr * self.schedule.factor(self.steps.seen(self.step))
 
-    def trial_step(self, model: nn.Module | None = None) -> Tensor:
-        """The mean loss on a batch of one image twice: the `trial_step` of `parallelize`.  model: in place of the learner's."""
-        image, target = self._on_tiles(self.dummy_batch)
+    def trial_step(self, model: nn.Module | None = None, *, member: str = "") -> Tensor:
+        """The mean loss on a batch of one image twice: the `trial_step` of `parallelize`.  model: in place of the learner's.
+
+        member: of a model whose modules learn by turns, the one whose loss it is.
+        """
+        image, target = (torch.cat([one, one]) for one in self._on_tiles(self.dummy_batch))
+        model = self.model if model is None else model
+        if member:
+            twice = replace(self.dummy_batch, seeds=self.dummy_batch.seeds * 2)
+            with self.arithmetic.autocast(), learning(model, member, self.mesh.plan):
+                return loss_of_turn(self.task, Turn(member, 0, 0, self.scaler_of(member)), model, image, target, twice) / 2
         with self.arithmetic.autocast():
-            output = (self.model if model is None else model)(torch.cat([image, image]))
-        target = torch.cat([target, target])
+            output = model(image)
         return self._loss_of(output, target) / len(target)
 
-    def images_of_a_pass(self) -> Tensor:
-        """The dummy image repeated to the size of this rank's first pass; tiled where the mesh cuts images."""
-        image, _ = self._on_tiles(self.dummy_batch)
-        return torch.cat([image] * self._rows_of_a_pass())
+    def inputs_of_a_pass(self, member: str = "") -> tuple[Tensor, ...]:
+        """What the model is called with in this rank's first pass, of the dummy image; tiled where the mesh cuts images.
+
+        member: of a model whose modules learn by turns, the one whose inputs they are.
+        """
+        image, target = (torch.cat([one] * self._rows_of_a_pass()) for one in self._on_tiles(self.dummy_batch))
+        return self.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
 
     def meta_pass(self) -> Tensor:
         """A meta tensor like the images of this rank's first pass, whole images even where the mesh cuts them."""
-        image, _ = self.prepare(self.dummy_batch)
-        shape = self.dummy_batch.whole_shape or image.shape[1:]
-        like = torch.empty((self._rows_of_a_pass(), *shape), dtype=image.dtype, device="meta")
-        return like.to(memory_format=self.prepare.format_of(like))
+        return self.meta_passes()[0]
+
+    def meta_passes(self) -> tuple[Tensor, Tensor]:
+        """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
+        image, target = self.prepare(self.dummy_batch)
+        rows, whole = self._rows_of_a_pass(), self.dummy_batch.whole_shape
+        shape, wanted = tuple(whole or image.shape[1:]), tuple(target.shape[1:])
+        if whole is not None and is_per_pixel(self.task):
+            pixels = [scale_of(self.task) * extent for extent in whole[1:]]
+            wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)
+        images = torch.empty((rows, *shape), dtype=image.dtype, device="meta")
+        targets = torch.empty((rows, *wanted), dtype=target.dtype, device="meta")
+        return images.to(memory_format=self.prepare.format_of(images)), targets
 
     def _rows_of_a_pass(self) -> int:
         return -(-len(self.steps.positions(0)) // (self.mesh.copies * self.config.gradient.accumulate))
@@ -150,24 +174,47 @@ class Learner:
         NonFiniteLossError of NaN and Inf, and RollBack, as the guard says.
         """
         passes = [batch for batch in passes if not batch.idle]
-        nominal = len(self.steps.positions(self.step)) * self.losses_per_image(self.dummy_batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_now() * group.get("lr_scale", 1.0)
-        epoch = self.steps.seen(self.step) // self.steps.samples
-        self.freezing.begin_step(self.model, epoch)
+        self.freezing.begin_step(self.model, self._epochs_done)
+        turns, self.losses = turns_of(self.task, self.step), {}
+        loss, wants_to_stop, is_taken = 0.0, False, False
+        for number, member in enumerate(turns):
+            with learning(self.model, member, self.mesh.plan):
+                mean, stops, took = self._turn(Turn(member, number, self.step, self.scaler_of(member)), passes, stop)
+            self.losses |= {member: mean} if member else {}
+            loss, wants_to_stop, is_taken = loss + mean, wants_to_stop or stops, is_taken or took
+        if self.ema is not None and is_taken:
+            self.ema.update_parameters(self.model)
+        self.pass_over(passes)
+        return loss, wants_to_stop
+
+    def _turn(self, turn: Turn, passes: list[Batch], stop: bool) -> tuple[float, bool, bool]:
+        """Forward and backward of all passes, and an update.  Returns the mean loss, who wants to stop, and whether it was
+        taken."""
+        nominal = len(self.steps.positions(self.step)) * self.losses_per_image(self.dummy_batch)
         self.optimizer.zero_grad(set_to_none=True)
         before = {name: buffer.clone() for name, buffer in self._buffers()} if self.guard.may_skip else {}
-        with self.in_passes():
-            loss_sum, count, wants_to_stop = self._gradients(passes, stop, nominal)
+        with nullcontext() if turn.number else self.in_passes():  # after an update a step can no longer be given up
+            loss_sum, count, wants_to_stop = self._gradients(turn, passes, stop, nominal)
         self._check(count)
-        self.freezing.drop_gradients(self.model, epoch)
-        if self._is_taken(loss_sum / count, passes, scale=nominal / count):
+        self.freezing.drop_gradients(self.model, self._epochs_done)
+        drop_gradients_of_others(self.model, turn.member)
+        is_taken = self._is_taken(turn, loss_sum / count, passes, scale=nominal / count)
+        if is_taken:
             self.before_update()
-            self._update(scale=nominal / count)
+            self._update(turn.scaler, scale=nominal / count)
         else:
             self._undo(before)
-        self.pass_over(passes)
-        return loss_sum / count, wants_to_stop
+        return loss_sum / count, wants_to_stop, is_taken
+
+    @property
+    def _epochs_done(self) -> int:
+        return self.steps.seen(self.step) // self.steps.samples
+
+    def scaler_of(self, member: str) -> torch.amp.GradScaler:
+        """That of the member's loss; of a model that is one, `scaler`."""
+        return self.scalers.get(member, self.scaler)
 
     def pass_over(self, passes: list[Batch]) -> None:
         """Count the samples of a step as seen."""
@@ -188,9 +235,9 @@ class Learner:
             buffer.copy_(before[name])
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _is_taken(self, loss: float, passes: list[Batch], *, scale: float) -> bool:
+    def _is_taken(self, turn: Turn, loss: float, passes: list[Batch], *, scale: float) -> bool:
         """Whether the optimizer may step; False where the step is skipped.  RefusedStepError, RollBack: on every rank."""
-        refusal = self.guard.judge(self.step, loss, self._gradient_norm(scale) if math.isfinite(loss) else None)
+        refusal = self.guard.judge(self.step, loss, self._gradient_norm(turn.scaler, scale) if math.isfinite(loss) else None)
         if refusal is None:
             return True
         own = [int(i) for batch in passes if batch.samples and self.mesh.is_first_of_copy for i in batch.index]
@@ -203,7 +250,7 @@ class Learner:
         self.guard.told.append(refusal)
         return False
 
-    def _gradient_norm(self, scale: float) -> float | None:
+    def _gradient_norm(self, scaler: torch.amp.GradScaler, scale: float) -> float | None:
         """The norm of the whole gradient as it would be stepped, before it is clipped, the same on every rank.
 
         None where the guard does not look at it, and where float16's scaler leaves out the step by itself.
@@ -212,14 +259,14 @@ class Learner:
             return None
         named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         square = self.mesh.start_sum(sharded_state.square_norm(self.model, self.mesh, named))()[0] / self.mesh.size
-        if not self.scaler.is_enabled():
+        if not scaler.is_enabled():
             return scale * square**0.5 if square >= 0 else math.nan
-        norm = scale * square**0.5 / self.scaler.get_scale()
+        norm = scale * square**0.5 / scaler.get_scale()
         return norm if math.isfinite(norm) else None
 
     def losses_per_image(self, batch: Batch) -> int:
-        """The number of losses of one image: 1, or the number of its pixels, times that of its classes if it has several."""
-        if getattr(self.task, "counts_images", False) or self._finish is not None:
+        """The number of losses of one image: 1, or that of its pixels, times that of its classes if it has several."""
+        if getattr(self.task, "counts_images", False) or self._finish is not None or members_named(self.task):
             return 1
         each = batch.target.shape[1:]
         if batch.whole_shape is None or not is_per_pixel(self.task):
@@ -229,9 +276,9 @@ class Learner:
 
     @property
     def _finish(self) -> Callable[[Tensor], Tensor] | None:
-        return getattr(self.task, "finish", None)
+        return None if members_named(self.task) else getattr(self.task, "finish", None)
 
-    def _gradients(self, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, bool]:
+    def _gradients(self, turn: Turn, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, bool]:
         """Run every pass.  Returns the sums over ranks of the loss and its count, and whether to stop."""
         own = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         totals: list[Callable[[], list[float]]] = []
@@ -245,26 +292,32 @@ class Learner:
 
         for number, batch in enumerate(passes):
             last, self.pass_number = number == len(passes) - 1, number + 1
-            if number:
+            if number and not turn.number:
                 self.between_passes()
             with ExitStack() as stack:
                 if not last:
                     stack.enter_context(without_sync(self.model))
-                if batch.samples == 0:
-                    stack.enter_context(inactive(self.model))
-                self._pass(batch, nominal, partial(on_loss, last=last))
+                for module in members_of(self.model).values() if batch.samples == 0 else ():
+                    stack.enter_context(inactive(module))
+                self._pass(turn, batch, nominal, partial(on_loss, last=last))
         loss_sum, count, problems, stops = totals[0]()
         if problems:
             self.mesh.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
         return loss_sum, count, stops > 0
 
-    def _pass(self, batch: Batch, nominal: int, on_loss: Callable[[Tensor, int | Tensor], None]) -> None:
+    def _pass(self, turn: Turn, batch: Batch, nominal: int, on_loss: Callable[[Tensor, int | Tensor], None]) -> None:
         """Forward and backward of one pass.  A dummy batch runs too, with its loss multiplied by 0 and a count of 0.
 
         on_loss: called with the loss sum and the count as soon as this rank has them.
         """
         image, target = self._on_tiles(batch)
-        count = self.task.count(target) if batch.samples else 0
+        count = 0 if not batch.samples else len(target) if turn.member else self.task.count(target)
+        factor = self.mesh.copies / nominal
+        if turn.member:
+            loss = self._loss_of_turn(turn, image, target, batch)
+            on_loss(loss.detach(), count)
+            turn.scaler.scale(loss * factor).backward()
+            return
         loss_of = self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0
         if self._finish is not None:
             loss_of = partial(self._loss_of_all, samples=batch.samples)
@@ -273,10 +326,15 @@ class Learner:
             image,
             target,
             loss_of=loss_of,
-            scaled=lambda loss: self.scaler.scale(loss * (self.mesh.copies / nominal)),
+            scaled=lambda loss: turn.scaler.scale(loss * factor),
             autocast=self.arithmetic.autocast,
             on_loss=lambda loss: on_loss(loss, count),
         )
+
+    def _loss_of_turn(self, turn: Turn, image: Tensor, target: Tensor, batch: Batch) -> Tensor:
+        with self.arithmetic.autocast():
+            loss = loss_of_turn(self.task, turn, self.model, image, target, batch)
+        return loss if batch.samples else loss * 0.0
 
     def _loss_of(self, output: Any, target: Tensor) -> Tensor:
         """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any."""
@@ -315,17 +373,15 @@ class Learner:
                 "learn from; see data.path"
             )
 
-    def _update(self, scale: float) -> None:
-        """Scale and clip gradients, step, update the moving average.  scale: nominal / actual count of losses."""
+    def _update(self, scaler: torch.amp.GradScaler, scale: float) -> None:
+        """Scale and clip gradients, and step.  scale: nominal / actual count of losses."""
         if scale != 1.0:
             foreach_mul_(self._local_gradients(), scale)
         if self.config.optimizer.clip_norm is not None:
-            self.scaler.unscale_(self.optimizer)
+            scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.model, self.mesh, self.config.optimizer.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
+        scaler.step(self.optimizer)
+        scaler.update()
 
     def _local_gradients(self) -> list[Tensor]:
         """This rank's shard of every gradient, sharing its memory."""
@@ -341,53 +397,3 @@ def _chained(order: str, passes: list[Batch]) -> str:
     for batch in passes:
         digest.update(batch.index[: batch.samples].numpy().tobytes())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """The wall time of a step, and the part of it spent waiting for data."""
-
-    seconds: float
-    data_seconds: float
-
-
-class Passes:
-    """Groups a loader's batches into steps and measures the time spent waiting for them.
-
-    passes: batches per step.  begins: called at the beginning of each step.
-    """
-
-    def __init__(self, batches: Iterator[Batch], passes: int, begins: Callable[[], None] | None = None) -> None:
-        self._batches, self._passes, self._begins = batches, passes, begins
-        self.in_step_since: float | None = None
-        """The `time.perf_counter()` at the beginning of the current step; None between steps.  Other threads may read it."""
-        self._waited, self._began = 0.0, time.perf_counter()
-
-    def next(self) -> list[Batch]:
-        """The batches of the next step."""
-        if self._begins is not None:
-            self._begins()
-        self.in_step_since = start = time.perf_counter()
-        group = [next(self._batches) for _ in range(self._passes)]
-        self._waited = time.perf_counter() - start
-        return group
-
-    def lap(self) -> StepTimes:
-        """The times since the last lap."""
-        now = time.perf_counter()
-        times = StepTimes(now - self._began, self._waited)
-        self._began, self.in_step_since = now, None
-        return times
-
-    def close(self) -> None:
-        """End the loader's worker processes."""
-        close(self._batches)
-
-    def restart(self, batches: Iterator[Batch]) -> None:
-        """Go on with other batches."""
-        self._batches = batches
-        self.skip_lap()
-
-    def skip_lap(self) -> None:
-        """Exclude the time since the last lap (evaluation, a save) from the next one."""
-        self._began = time.perf_counter()

@@ -191,14 +191,16 @@ class Record:
         seconds: float,
         data_seconds: float,
         memory_bytes: int,
+        losses: Mapping[str, float],
     ) -> None:
         """Write the line of one optimizer step; every `log.every` steps, and at the last, print it and log the scalars.
 
         seconds: the wall time of the step, data_seconds the part of it spent waiting for data.  samples: over all ranks.
+        losses: of the modules that learn by turns; {} of a model that is one.
         """
         line = self._write(
-            "step", step=step, epoch=epoch, loss=loss, lr=lr, samples=samples, seconds=seconds,
-            data_seconds=data_seconds, memory_bytes=memory_bytes,
+            "step", step=step, epoch=epoch, loss=loss, lr=lr, samples=samples, seconds=seconds, data_seconds=data_seconds,
+            memory_bytes=memory_bytes, **({"losses": dict(losses)} if losses else {}),
         )  # fmt: skip
         self._pace.add(samples, seconds, data_seconds)
         eta = clock_text(self._pace.seconds_left(self._steps - step))
@@ -309,9 +311,11 @@ class Record:
         self._log_scalars(line["step"], {
             "train/loss": line["loss"], "train/lr": line["lr"], "perf/img_s": images_per_second,
             "perf/data_wait_frac": data_share, "perf/mem_peak_gib": memory_gib,
+            **{f"train/loss of the {name}": loss for name, loss in line.get("losses", {}).items()},
         })  # fmt: skip
+        each = "".join(f"{name} {loss:.4g}  " for name, loss in line.get("losses", {}).items())
         self.say(
-            f"step {line['step']}/{self._steps}  ep {line['epoch']:.2f}  loss {line['loss']:.4g}  "
+            f"step {line['step']}/{self._steps}  ep {line['epoch']:.2f}  loss {line['loss']:.4g}  {each}"
             f"{rate_text(images_per_second)} img/s  data {100 * data_share:.1f} %  "
             f"{self._memory_of} {memory_text(line['memory_bytes'])}  lr {line['lr']:.4g}  eta {eta}"
         )

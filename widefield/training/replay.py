@@ -25,8 +25,9 @@ from widefield.training.checkpoint import Found, read
 from widefield.training.checkpoint_directory import sound_at, step_of, steps_in
 from widefield.training.given import NOTHING, Given
 from widefield.training.guard import Guard, Refusal, RefusedStepError
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
 from widefield.training.non_finite import Fault, NonFiniteWatch
+from widefield.training.passes import Passes
 from widefield.training.record import Line
 from widefield.training.record import read as read_record
 from widefield.training.resume import resume

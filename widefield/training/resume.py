@@ -25,7 +25,7 @@ def state_of(learner: Learner) -> dict[str, Any]:
     state = {
         "model": dict(learner.model.state_dict()),
         "optimizer": optimizer_state(learner.model, learner.optimizer),
-        "scaler": learner.scaler.state_dict(),
+        "scaler": learner.scaler.state_dict() | {name: one.state_dict() for name, one in learner.scalers.items()},
         "ema": {} if learner.ema is None else dict(learner.ema.state_dict()),
         "progress": {
             "step": learner.step,
@@ -93,7 +93,9 @@ def _load(learner: Learner, state: dict[str, Any], found: Found) -> None:
         learner.lr = _found_rate(state["progress"], found.folder)
     load_full(learner.model, state["model"])
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
-    learner.scaler.load_state_dict(state["scaler"])
+    learner.scaler.load_state_dict({key: one for key, one in state["scaler"].items() if key not in learner.scalers})
+    for name, scaler in learner.scalers.items():
+        scaler.load_state_dict(state["scaler"].get(name, {}))
     if learner.ema is not None:
         _load_average(learner.ema, state["ema"], state["model"])
 

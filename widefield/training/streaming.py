@@ -6,6 +6,7 @@ from torch import nn
 
 from widefield.config import StreamConfig
 from widefield.data.loader import Batch
+from widefield.parallel.members import members_of
 from widefield.streaming.api import stream
 from widefield.training.loop import Learner
 
@@ -27,9 +28,12 @@ def look_ahead(learner: Learner) -> list[str]:
     """
     if learner.mesh.plan.stream is None:
         return []
-    with learner.arithmetic.autocast():
-        learner.model._stream.program(learner.model, (learner.images_of_a_pass(),), {})
-    return [f"stream: {why}" for why in learner.model._stream.reasons]
+    reasons = list[str]()
+    for name, member in members_of(learner.model).items():
+        with learner.arithmetic.autocast():
+            member._stream.program(member, learner.inputs_of_a_pass(name), {})
+        reasons += [f"{name + ': ' if name else ''}stream: {why}" for why in member._stream.reasons]
+    return reasons
 
 
 def check_tiles(asked: StreamConfig | None, batch: Batch) -> None:

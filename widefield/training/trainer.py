@@ -32,9 +32,10 @@ from widefield.training.evaluation_files import write_evaluation
 from widefield.training.guard import NonFiniteLossError, RefusedStepError, RollBack
 from widefield.training.guarding import Guarding
 from widefield.training.interrupt import Interrupt, StopNow
-from widefield.training.loop import Learner, Passes
+from widefield.training.loop import Learner
 from widefield.training.memory import peak_memory_bytes
 from widefield.training.out_of_memory import FullMemoryError
+from widefield.training.passes import Passes
 from widefield.training.record import Record, versions
 from widefield.training.resume import changes_of, own_state, state_of
 from widefield.training.run_events import EndFacts, EvaluationFacts, StepFacts, call
@@ -180,6 +181,7 @@ class Trainer:
                 seconds=times.seconds,
                 data_seconds=times.data_seconds,
                 memory_bytes=peak_memory_bytes(self.mesh.device),
+                losses=self.learner.losses,
             )
         return times.seconds
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from widefield.config import DataConfig
 from widefield.data import Dataset
+from widefield.data.formats._scene_pairs import paired
 from widefield.data.place_hashes import place_hashes, smooth_noise
 from widefield.data.transforms import seed_of
 from widefield.geometry.interval import Interval, pieces_of
@@ -113,8 +114,12 @@ def open_dataset(
     feature_px: int = 48,
     slant: float = 0.1,
     seed: int = 0,
+    pairs: bool = False,
 ) -> Dataset:
     """Scenes to train on and to evaluate.
+
+    pairs: the input is a map of the classes in their colours and the target the scene as a picture, red, green and blue of 8
+        bits each, for image to image.
 
     size: height and width of a scene.  scenes: how many to train on and to evaluate.  feature_px: the size of lakes and woods.
     slant: of the width, 0 to 0.4, how far the scanned strip moves from the first row to the last; 0: no pixel is nodata.
@@ -130,8 +135,12 @@ def open_dataset(
         raise ValueError(f"data.options.feature_px is {feature_px!r}; a whole number of 8 or more is wanted")
     if not 0 <= slant <= 0.4:
         raise ValueError(f"data.options.slant is {slant!r}; a number from 0 to 0.4 is wanted")
+    if not isinstance(pairs, bool):
+        raise ValueError(f"data.options.pairs is {pairs!r}; true or false is wanted")
     land = Land((size[0], size[1]), feature_px, float(slant))
     train, evaluate = (Scenes(split, count, seed, land) for split, count in zip(("train", "evaluate"), scenes, strict=True))
+    if pairs:
+        return paired(train, evaluate)
     # of the pixels of the 16 training scenes that the defaults make, as shares of 65,535
     return Dataset(
         train, evaluate, list(CLASSES), 4, MEAN, STD, in_memory=False, labels="pixels", dtype=torch.uint16,
@@ -139,5 +148,8 @@ def open_dataset(
 
 
 MEAN, STD = [0.0103, 0.0124, 0.0111, 0.0261], [0.0055, 0.0067, 0.0087, 0.0200]
-CASES = [({"options": {"size": [120, 140], "scenes": [3, 2]}}, 3, 2, 4)]
+CASES = [
+    ({"options": {"size": [120, 140], "scenes": [3, 2]}}, 3, 2, 4),
+    ({"options": {"size": [120, 140], "scenes": [3, 2], "pairs": True}}, 3, 2, 3),
+]
 """As in digits.py."""

@@ -42,11 +42,16 @@ def check_plan(plan: Plan) -> None:
 
 
 def apply(
-    model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    trial_step: Callable[[], Tensor] | None = None,
+    sample: Tensor | tuple[Tensor, ...] | None = None,
 ) -> Choices:
     """Cut `model`'s layers by channels over `mesh.channel_group`; returns what was chosen, and what is gathered or left whole.
 
-    sample: a batch of one rank, or a meta tensor of its shape; the model is captured on its shape, without pixels.
+    sample: a batch of one rank, or a meta tensor of its shape, or several where the forward takes several; the model is
+        captured on its shape, without pixels.
     Every rank of the axis passes the model the same images and gets the same output.  Parameters of cut layers become this
     rank's shard, in place; the shard spec that is registered for each gathers them.
     ValueError: no sample; a streamed model.  NotImplementedError: the operations depend on the values of pixels.
@@ -59,9 +64,12 @@ def apply(
     refuse_streams(model, f"mesh.channel={mesh.plan.channel}")
     whole = _weight_bytes(model)
     _broadcast_start(model, mesh)
-    shape = mesh.gather_objects(tuple(sample.shape))[0]  # copies may have a sample more, and must not choose other parts
+    samples = sample if isinstance(sample, tuple) else (sample,)
+    # copies may have a sample more, and must not choose other parts
+    shapes = mesh.gather_objects([tuple(one.shape) for one in samples])[0]
     ranks = Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group)
-    override = TensorParallelForward(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
+    likes = tuple(Like.of(one, mesh.device, shape) for one, shape in zip(samples, shapes, strict=True))
+    override = TensorParallelForward(model, ranks, likes, mesh.device)
     install_shard(model, override)
     exchanges = override.exchanges()
     register(model, {name: ChannelShardSpec(override.shapes[name], exchange) for name, exchange in exchanges.items()})

@@ -1,0 +1,165 @@
+"""Image to image by a generator and a discriminator that learn by turns, as pix2pix and pix2pixHD do.
+
+The discriminator is called with an input and its target, or with what the generator makes of the input.  Each turn's loss is a
+mean over samples:
+
+    discriminator   real(D(x, y)) + fake(D(x, G(x)))  [+ r1/2 |dD/dy|^2 + r2/2 |dD/dG(x)|^2 + gradient_penalty (|dD/dz| - 1)^2]
+    generator       adversarial_weight made(D(x, G(x))) + reconstruction loss(G(x), y) [+ feature_matching |F(G(x)) - F(y)|]
+
+z is a point between y and G(x), drawn for each sample.  Penalties are on gradients at the images alone, not at the inputs.
+Evaluation, answers and the result are those of `restoration`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.tasks import SampleDraws
+from widefield.tasks._adversarial import (
+    answers_of,
+    apart,
+    distance_from_slope_one,
+    judged,
+    loss_named,
+    square_of_gradient,
+)
+from widefield.tasks.restoration import Restoration
+
+GENERATOR, DISCRIMINATOR = "generator", "discriminator"
+
+
+@dataclass(frozen=True)
+class Adversarial:
+    """The options of `build`: numbers are weights, see the module's docstring.
+
+    penalty_every: penalties count in each so many-th step, and that many times there (lazy regularization).
+    """
+
+    loss: str = "hinge"
+    steps: tuple[tuple[str, ...], ...] = ((DISCRIMINATOR, GENERATOR),)
+    adversarial_weight: float = 1.0
+    reconstruction: float = 100.0
+    feature_matching: float = 0.0
+    r1: float = 0.0
+    r2: float = 0.0
+    gradient_penalty: float = 0.0
+    penalty_every: int = 1
+
+    def __post_init__(self) -> None:
+        """ValueError: an option out of range."""
+        loss_named(self.loss)
+        for name in ("adversarial_weight", "reconstruction", "feature_matching", "r1", "r2", "gradient_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"task.options.{name} is {value!r}; a number of 0 or more is wanted")
+        if type(self.penalty_every) is not int or self.penalty_every < 1:
+            raise ValueError(f"task.options.penalty_every is {self.penalty_every!r}; a whole number of 1 or more is wanted")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the discriminator's loss has gradients of its scores in it."""
+        return bool(self.r1 or self.r2 or self.gradient_penalty)
+
+
+@dataclass(frozen=True)
+class ImageTranslation(Restoration):
+    """A task of two modules; see tasks/__init__.py.  Targets are (B, K, *pixels) images of the input's size."""
+
+    adversarial: Adversarial = field(default_factory=Adversarial)
+    members: tuple[str, ...] = (GENERATOR, DISCRIMINATOR)
+
+    def in_turn(self, step: int) -> Sequence[str]:
+        return self.adversarial.steps[step % len(self.adversarial.steps)]
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether a loss has gradients in it."""
+        return self.adversarial.penalizes
+
+    def example(self, member: str, image: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        """What the member is called with, of images and targets."""
+        return (image,) if member == GENERATOR else (image, target.to(image.dtype))
+
+    def turn_loss(self, member: str, model: Any, image: Tensor, target: Tensor, *, draw: SampleDraws, step: int) -> Tensor:
+        """The sum over samples of the loss of the member whose turn it is.  step: counted from 0."""
+        target = target.to(image.dtype)
+        if member == GENERATOR:
+            return self._of_generator(model, image, target)
+        with torch.no_grad():
+            made = self.fitting(model.generator(image), target).to(image.dtype)
+        loss = loss_named(self.adversarial.loss)
+
+        def discriminate(one: Tensor) -> Any:
+            return model.discriminator(image, one)
+
+        real, fake = (answers_of(discriminate(one)) for one in (target, made))
+        total = (judged(real, loss.real) + judged(fake, loss.fake)).sum()
+        if self.adversarial.penalizes and step % self.adversarial.penalty_every == 0:
+            total = total + self.adversarial.penalty_every * self._penalty(discriminate, target, made, draw)
+        return total
+
+    def _of_generator(self, model: Any, image: Tensor, target: Tensor) -> Tensor:
+        asked = self.adversarial
+        output = self.fitting(model.generator(image), target)
+        made = answers_of(model.discriminator(image, output.to(image.dtype)))
+        total = asked.adversarial_weight * judged(made, loss_named(asked.loss).made).sum()
+        if asked.feature_matching:
+            with torch.no_grad():
+                real = answers_of(model.discriminator(image, target))
+            total = total + asked.feature_matching * apart(made, real).sum()
+        if asked.reconstruction:
+            output = output.to(torch.promote_types(output.dtype, torch.float32))
+            mean = self.loss_sum(output, target) * (len(target) / self._loss.count(target))
+            total = total + asked.reconstruction * mean
+        return total
+
+    def _penalty(self, discriminate: Callable[[Tensor], Any], real: Tensor, made: Tensor, draw: SampleDraws) -> Tensor:
+        """The sum over samples of the penalties on the discriminator's gradients."""
+        asked, each = self.adversarial, list[Tensor]()
+        if asked.r1:
+            each.append(0.5 * asked.r1 * square_of_gradient(real, discriminate))
+        if asked.r2:
+            each.append(0.5 * asked.r2 * square_of_gradient(made, discriminate))
+        if asked.gradient_penalty:
+            share = draw.uniform().view(-1, *[1] * (real.ndim - 1))
+            between = share * real + (1 - share) * made
+            each.append(asked.gradient_penalty * distance_from_slope_one(between, discriminate))
+        return torch.stack(each).sum()
+
+
+def build(
+    num_classes: int, *, adversarial: str = "hinge", steps: Any = (DISCRIMINATOR, GENERATOR), **weights: float
+) -> ImageTranslation:
+    """adversarial: hinge, non_saturating, lsgan or wasserstein.  weights: the other fields of Adversarial.
+
+    steps: whose turns a step has, in order, as [discriminator, generator]; or a list of such lists, of which the steps take one
+        after the other, as [[discriminator], [discriminator, generator]] for two batches of the discriminator per one of the
+        generator.
+    ValueError: an option out of range, or turns of nobody.  TypeError: an unknown option.
+    """
+    return ImageTranslation(num_classes, adversarial=Adversarial(adversarial, _steps(steps), **weights))  # type: ignore[arg-type]
+
+
+def _steps(asked: Any) -> tuple[tuple[str, ...], ...]:
+    """ValueError: these are no lists of members, or one of them never learns."""
+    nested = isinstance(asked, list | tuple) and asked and all(isinstance(one, list | tuple) for one in asked)
+    lists, known = asked if nested else [asked], (GENERATOR, DISCRIMINATOR)
+    right = all(isinstance(turns, list | tuple) and turns and all(one in known for one in turns) for turns in lists)
+    if not right or {one for turns in lists for one in turns} != set(known):
+        raise ValueError(
+            f"task.options.steps is {asked!r}; a list of turns is wanted, as [discriminator, generator], or a list of such "
+            "lists, in which both learn"
+        )
+    return tuple(tuple(turns) for turns in lists)
+
+
+_TARGET = torch.full((1, 1, 6, 6), 0.5, dtype=torch.float64)
+
+CASES = [(build(1), _TARGET + 0.125, _TARGET, {"psnr_all": -20 * math.log10(0.125)})]
+"""As in classification."""
