@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from widefield.comm.mesh import Mesh, World
 from widefield.config import RunConfig, ShardingConfig, StreamConfig, read_config
+from widefield.planner.emulation import emulated_step, stand_in_data
 from widefield.plans import Plan
 from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
 
@@ -180,3 +181,10 @@ def refusal_of_stages(mesh: Mesh) -> str:
     with pytest.raises(NotImplementedError) as caught:
         learner_of(assemble(config(), mesh))
     return str(caught.value)
+
+
+@pytest.mark.parametrize("space", [[1, 1], [2, 1]], ids=str)
+def test_a_step_of_turns_is_emulated_without_data(space):
+    """As the planner does it: both networks, on images of zeros."""
+    given = stand_in_data((3, 32, 24), classes=3, samples=4, task="restoration")
+    assert emulated_step(config(f"mesh.space={space}", "data.augment=[]"), ranks=space[0], given=given).peak_bytes > 10**6

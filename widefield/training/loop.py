@@ -9,6 +9,8 @@
         gradients -> clip -> optimizer -> average;  record
         at the end of an epoch, or as asked: evaluate;  save
 
+Where modules learn by turns, all from the passes to the optimizer is done once per turn, on the same passes; see turns.py.
+
 Gradients are averaged over ranks, so a loss scaled by copies of the model / count gives the gradient of the mean over the
 whole batch, however unevenly it is divided among ranks.  The count of the batch is known only after the backward has begun.  So
 the loss is scaled by the nominal count, of all samples (or all their pixels), and where fewer counted, the gradients are
@@ -190,8 +192,7 @@ class Learner:
         return loss, wants_to_stop
 
     def _turn(self, turn: Turn, passes: list[Batch], stop: bool) -> tuple[float, bool, bool]:
-        """Forward and backward of all passes, and an update.  Returns the mean loss, who wants to stop, and whether it was
-        taken."""
+        """Forward and backward of all passes, and an update.  Returns the mean loss, who stops, and whether it was taken."""
         nominal = len(self.steps.positions(self.step)) * self.losses_per_image(self.dummy_batch)
         self.optimizer.zero_grad(set_to_none=True)
         before = {name: buffer.clone() for name, buffer in self._buffers()} if self.guard.may_skip else {}
