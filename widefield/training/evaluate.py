@@ -213,7 +213,7 @@ class _Counts:
 def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, classes: list[str]) -> Evaluation:
     """Sum everything over ranks."""
     for metric in seen.metrics.values():
-        _add_up(metric, mesh)
+        _add_up(metric, mesh, lists=labels_of(task) == "boxes")
     gathered_metrics = [name for name, metric in seen.metrics.items() if dim_zero_cat in metric._reductions.values()]
     loss = _loss_of(task, seen, mesh)
     tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
@@ -267,15 +267,18 @@ def _sentence(text: str, extra: dict[str, float], images: int, of: int, duplicat
     return f"{text}{extra_in_words} on {images:,}/{of:,} images{duplicates_in_words}{skipped_in_words}"
 
 
-def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
-    """Sum the states of a torchmetrics metric over ranks; NotImplementedError for a state that is no sum."""
+def _add_up(metric: torch.nn.Module, mesh: Mesh, *, lists: bool) -> None:
+    """Sum the states of a torchmetrics metric over ranks, or with `lists` gather those that are lists.
+
+    NotImplementedError: a state that is neither.
+    """
     for name, reduce in metric._reductions.items():
         state = getattr(metric, name)
-        gathers = reduce is dim_zero_cat and isinstance(state, list)
+        gathers = lists and reduce is dim_zero_cat and isinstance(state, list)
         if not gathers and (reduce is not dim_zero_sum or not isinstance(state, Tensor)):
             raise NotImplementedError(
                 f"the state '{name}' of {type(metric).__name__} does not add up over ranks (its reduction is {reduce}); "
-                "use a metric whose states are sums, or lists of what is found in images"
+                "use a metric whose states are sums"
             )
     merge_states(metric, mesh)
 
