@@ -81,9 +81,14 @@ def mean_of_samples(tensor: Tensor) -> Tensor:
     return of_samples(tensor) / (tensor.numel() / len(tensor))
 
 
-def judged(answers: list[list[Tensor]], part: Part) -> Tensor:
+def scores_of(output: Any) -> list[Tensor]:
+    """The scores of each answer, without its features, which may be as large as the image."""
+    return [features[-1] for features in answers_of(output)]
+
+
+def judged(scores: list[Tensor], part: Part) -> Tensor:
     """(B,) the loss of scores, the mean over an answer's scores, added up over answers."""
-    return torch.stack([mean_of_samples(part(features[-1])) for features in answers]).sum(0)
+    return torch.stack([mean_of_samples(part(one)) for one in scores]).sum(0)
 
 
 def apart(made: list[list[Tensor]], real: list[list[Tensor]]) -> Tensor:
@@ -97,13 +102,14 @@ def apart(made: list[list[Tensor]], real: list[list[Tensor]]) -> Tensor:
             "gives lists of features with the scores last (patch, multiscale), or leave feature_matching out"
         )
     pairs = [pair for one, other in zip(made, real, strict=True) for pair in zip(one[:-1], other[:-1], strict=True)]
-    return torch.stack([mean_of_samples((one - other.detach()).abs()) for one, other in pairs]).sum(0)
+    # l1_loss saves what it is given and no difference
+    return torch.stack([mean_of_samples(F.l1_loss(one, other.detach(), reduction="none")) for one, other in pairs]).sum(0)
 
 
 def gradient_at(image: Tensor, discriminate: Callable[[Tensor], Any]) -> Tensor:
     """The gradient of all scores' means at an image, which may be differentiated once more."""
     image = image.detach().requires_grad_(True)
-    score = torch.stack([mean_of_samples(features[-1]) for features in answers_of(discriminate(image))]).sum()
+    score = torch.stack([mean_of_samples(one) for one in scores_of(discriminate(image))]).sum()
     (gradient,) = torch.autograd.grad(score, image, create_graph=True)
     return gradient
 

@@ -27,6 +27,7 @@ from widefield.tasks._adversarial import (
     distance_from_slope_one,
     judged,
     loss_named,
+    scores_of,
     square_of_gradient,
 )
 from widefield.tasks.restoration import Restoration
@@ -98,7 +99,7 @@ class ImageTranslation(Restoration):
         def discriminate(one: Tensor) -> Any:
             return model.discriminator(image, one)
 
-        real, fake = (answers_of(discriminate(one)) for one in (target, made))
+        real, fake = (scores_of(discriminate(one)) for one in (target, made))
         total = (judged(real, loss.real) + judged(fake, loss.fake)).sum()
         if self.adversarial.penalizes and step % self.adversarial.penalty_every == 0:
             total = total + self.adversarial.penalty_every * self._penalty(discriminate, target, made, draw)
@@ -108,7 +109,8 @@ class ImageTranslation(Restoration):
         asked = self.adversarial
         output = self.fitting(model.generator(image), target)
         made = answers_of(model.discriminator(image, output.to(image.dtype)))
-        total = asked.adversarial_weight * judged(made, loss_named(asked.loss).made).sum()
+        scores = [features[-1] for features in made]
+        total = asked.adversarial_weight * judged(scores, loss_named(asked.loss).made).sum()
         if asked.feature_matching:
             with torch.no_grad():
                 real = answers_of(model.discriminator(image, target))
