@@ -72,8 +72,8 @@ def full(*_, **__):
 def test_a_run_that_finds_no_memory_says_where_and_what_takes_less_with_figures(tmp_path, monkeypatch):
     real = Learner._update
 
-    def update(self, scale):
-        return (real if isinstance(self.mesh, EmulatedMesh) else full)(self, scale)
+    def update(self, scaler, scale):
+        return (real if isinstance(self.mesh, EmulatedMesh) else full)(self, scaler, scale)
 
     monkeypatch.setattr(Learner, "_update", update)
     with pytest.raises(FullMemoryError) as caught:

@@ -120,7 +120,7 @@ def learner_on(mesh: Mesh, images: Noise) -> tuple[Learner, list[Batch]]:
 def scale_of_gradients(mesh: Mesh) -> float:
     learner, passes = learner_on(mesh, Noise(4, ignored=False))
     scales: list[float] = []
-    learner._update = lambda *, scale: scales.append(scale)
+    learner._update = lambda scaler, *, scale: scales.append(scale)
     learner.learn(passes, stop=False)
     return scales[0]
 
