@@ -191,12 +191,12 @@ class Record:
         seconds: float,
         data_seconds: float,
         memory_bytes: int,
-        losses: Mapping[str, float],
+        losses: Mapping[str, float] | None = None,
     ) -> None:
         """Write the line of one optimizer step; every `log.every` steps, and at the last, print it and log the scalars.
 
         seconds: the wall time of the step, data_seconds the part of it spent waiting for data.  samples: over all ranks.
-        losses: of the modules that learn by turns; {} of a model that is one.
+        losses: of the modules that learn by turns, if any.
         """
         line = self._write(
             "step", step=step, epoch=epoch, loss=loss, lr=lr, samples=samples, seconds=seconds, data_seconds=data_seconds,
