@@ -26,6 +26,7 @@ from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import ScheduleConfig
 from widefield.data.order import Steps
 from widefield.quantity import bytes_text, count_of
+from widefield.streaming.storage.heap import trim_heap
 from widefield.training.assemble import Parts, evaluate_parts, learner_of, rebuilt, training_batches
 from widefield.training.given import share_given
 from widefield.training.loop import Learner, NonFiniteLossError
@@ -123,6 +124,7 @@ def measured(parts: Parts, mesh: Mesh, batch: int, is_asked_to_stop: Callable[[]
         learner, _ = mesh.together(lambda: learner_of(tried))
     except AgreedError as error:
         raise _RefusedBatchError(str(error)) from None
+    _free(mesh)  # else the steps take what the process has had for long, and seem to need nothing
     before = memory_bytes(mesh.device)
     was_reset = reset_peak(mesh.device)
     _take_steps(tried, learner, is_asked_to_stop)
@@ -191,6 +193,8 @@ def _free(mesh: Mesh) -> None:
     gc.collect()
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()
+    else:
+        trim_heap()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Gives freed memory of the heap back to the system while a stream runs without gradients.
+"""Gives freed memory of the heap back to the system: before memory is measured, and while a stream runs without gradients.
 
 The C library keeps what is freed below a block that is still in use, and oneDNN leaves such blocks all over: it caches a
 program for every shape of a tile.  Tiles of a volume made a process grow by some 10 MiB each (docs/log.md, 2026-11-25).
@@ -36,6 +36,13 @@ def trimmed(tiles: Iterable[T], keeps: bool = False) -> Iterator[T]:
         if trim is not None and time.monotonic() - _called >= SECONDS:
             trim(0)
             _called = time.monotonic()
+
+
+def trim_heap() -> None:
+    """Once, now: what is allocated afterwards is new to the system too, and seen by whoever asks it how much there is."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @cache
