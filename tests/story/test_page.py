@@ -8,37 +8,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import RECIPES, fingerprint, forget_after, losses, record
+from command import losses, record
 from PIL import Image
+from small_recipe import SmallRecipe, check_evaluated_again
 
-from widefield import inference
 from widefield.cli import main
-from widefield.comm.mesh import AgreedError, World
-from widefield.config import read_config
+from widefield.comm.mesh import AgreedError
 from widefield.data import open_dataset
 from widefield.data.image import write_image
-from widefield.plans import plan_of
-from widefield.run import train
 
-PAGE = str(RECIPES / "page.yaml")
 SMALL = ["mesh.space=[]", "data.options.size=[48, 40]", "data.options.pages=[6, 5]", "model.options.widths=[4, 6]",
          "schedule.length=4step", "schedule.warmup=2step", "evaluate.every=1000step", "log.tensorboard=false"]  # fmt: skip
 
 
-def go(folder: Path, *settings: str):
-    return train(read_config(PAGE, [*SMALL, *settings]), folder, World())
+RECIPE = SmallRecipe("page", SMALL)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("page") / "run"
-    assert go(folder).reason == "complete"
-    return folder
+    return RECIPE.trained(tmp_path_factory.mktemp("page") / "run")
 
 
 def test_the_recipe_cuts_each_page_over_two_ranks():
-    plan = plan_of(read_config(PAGE), 2)
-    assert plan.ranks == 2 and plan.space == [2, 1]
+    RECIPE.check_space_of_two_ranks()
 
 
 def test_every_held_out_page_is_evaluated_with_the_metrics_of_its_pixels(trained):
@@ -51,7 +43,7 @@ def test_every_held_out_page_is_evaluated_with_the_metrics_of_its_pixels(trained
 
 
 def test_pictures_of_the_first_pages_are_left_and_shown(trained):
-    pages = open_dataset(read_config(PAGE, SMALL).data).evaluate
+    pages = open_dataset(RECIPE.config().data).evaluate
     told = json.loads((trained / "evaluation.json").read_text())["samples"]
     assert [one["id"] for one in told] == [f"page/evaluate/{number}" for number in range(4)]
     for number, one in enumerate(told):
@@ -64,20 +56,15 @@ def test_pictures_of_the_first_pages_are_left_and_shown(trained):
 
 
 def test_a_resumed_run_of_pages_equals_one_that_was_not_stopped(trained, tmp_path):
-    go(tmp_path / "cut", "checkpoint.every=1step", "checkpoint.keep_last=100")
-    forget_after(tmp_path / "cut", 2)
-    assert go(tmp_path / "cut").reason == "complete"
-    assert len(losses(tmp_path / "cut")) == 4 and fingerprint(tmp_path / "cut", ranks=1) == fingerprint(trained, ranks=1)
+    RECIPE.check_resume(trained, tmp_path / "cut", after=2)
 
 
 def test_the_evaluation_can_be_had_again(trained):
-    again = inference.evaluate_run(trained, [], World())
-    told = json.loads((trained / "evaluation.json").read_text())
-    assert again.confusion == told["confusion"] and again.sentence == told["sentence"]
+    check_evaluated_again(trained)
 
 
 def test_a_prediction_leaves_the_class_of_every_pixel_in_the_run_and_nothing_beside_the_image(trained, tmp_path, capsys):
-    image, _ = open_dataset(read_config(PAGE, SMALL).data).evaluate.read(2)
+    image, _ = open_dataset(RECIPE.config().data).evaluate.read(2)
     write_image(image, tmp_path / "scan.png")
     assert main(["predict", str(trained), str(tmp_path / "scan.png"), "--top", "11"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -93,4 +80,4 @@ def test_a_prediction_leaves_the_class_of_every_pixel_in_the_run_and_nothing_bes
 
 def test_what_labels_cannot_follow_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(AgreedError, match="data.augment has RandomErasing, which moves or changes pixels"):
-        go(tmp_path / "run", "data.augment=[RandomErasing]")
+        RECIPE.go(tmp_path / "run", "data.augment=[RandomErasing]")

@@ -8,34 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import RECIPES, fingerprint, forget_after, losses, record
+from command import losses, record
+from small_recipe import SmallRecipe, check_evaluated_again
 
 import widefield as wf
-from widefield import inference
 from widefield.cli import main
-from widefield.comm.mesh import World
 from widefield.config import read_config
 from widefield.data import open_dataset
 from widefield.data.image import read_image, write_image
-from widefield.plans import plan_of
-from widefield.run import train
 
-RECIPE = str(RECIPES / "page_detection.yaml")
 SMALL = ["mesh.space=[]", "data.options.size=[96, 80]", "data.options.pages=[6, 5]", "schedule.length=4step",
          "data.batch_size=2", "model.options.width=8", "schedule.warmup=2step", "evaluate.every=1000step",
          "log.tensorboard=false",
          "task.options.score=0.002"]  # fmt: skip
 
 
-def go(folder: Path, *settings: str):
-    return train(read_config(RECIPE, [*SMALL, *settings]), folder, World())
+RECIPE = SmallRecipe("page_detection", SMALL)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("detection") / "run"
-    assert go(folder).reason == "complete"
-    return folder
+    return RECIPE.trained(tmp_path_factory.mktemp("detection") / "run")
 
 
 def page_of(run: Path, number: int):
@@ -44,8 +37,7 @@ def page_of(run: Path, number: int):
 
 
 def test_the_recipe_cuts_each_page_over_two_ranks():
-    plan = plan_of(read_config(RECIPE), 2)
-    assert plan.ranks == 2 and plan.space == [2, 1]
+    RECIPE.check_space_of_two_ranks()
 
 
 def test_every_held_out_page_is_evaluated(trained):
@@ -79,15 +71,11 @@ def test_the_worst_pages_are_shown_with_their_boxes(trained):
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path):
-    go(tmp_path / "cut", "checkpoint.every=1step", "checkpoint.keep_last=100")
-    forget_after(tmp_path / "cut", 2)
-    assert go(tmp_path / "cut").reason == "complete"
-    assert len(losses(tmp_path / "cut")) == 4 and fingerprint(tmp_path / "cut", ranks=1) == fingerprint(trained, ranks=1)
+    RECIPE.check_resume(trained, tmp_path / "cut", after=2)
 
 
 def test_the_evaluation_can_be_had_again(trained):
-    again = inference.evaluate_run(trained, [], World())
-    assert again.sentence == json.loads((trained / "evaluation.json").read_text())["sentence"]
+    check_evaluated_again(trained)
 
 
 def test_a_prediction_is_cocos_results_and_geojson(trained, tmp_path, capsys):
@@ -123,7 +111,9 @@ def test_boxes_are_those_of_the_image_as_it_is_where_evaluation_resizes(trained,
     """The model sees twice the pixels; boxes come back in pixels of the file."""
     image, _ = page_of(trained, 2)
     larger = torch.nn.functional.interpolate(image[None].float(), scale_factor=2, mode="nearest")[0].to(torch.uint8)
-    go(tmp_path / "run", "data.read_evaluate=[{Resize: {size: [96, 80], interpolation: nearest}}]", "data.options.pages=[6, 1]")
+    RECIPE.go(
+        tmp_path / "run", "data.read_evaluate=[{Resize: {size: [96, 80], interpolation: nearest}}]", "data.options.pages=[6, 1]"
+    )
     (plain,), (resized,) = (wf.predict(tmp_path / "run", [one]) for one in (image, larger))
     assert len(plain.boxes) > 3
     assert torch.allclose(2 * torch.tensor(plain.boxes), torch.tensor(resized.boxes), atol=1e-3)
@@ -155,5 +145,4 @@ def test_a_file_of_that_name_is_not_overwritten(trained, tmp_path, capsys):
 @pytest.mark.alone
 def test_the_recipe_reaches_its_map(tmp_path):
     """67.3 % were seen on two ranks."""
-    train(read_config(RECIPE, ["mesh.space=[]", "log.tensorboard=false", "log.every=100"]), tmp_path / "run", World())
-    assert json.loads((tmp_path / "run/evaluation.json").read_text())["metrics"]["map"] > 60
+    RECIPE.check_quality(tmp_path / "run", {"map": 60})

@@ -9,42 +9,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import RECIPES, fingerprint, forget_after, losses, record
+from command import losses, record
 from PIL import Image
+from small_recipe import SmallRecipe, check_evaluated_again
 
 import widefield as wf
-from widefield import inference
 from widefield.cli import main
-from widefield.comm.mesh import World
 from widefield.config import read_config
 from widefield.data import open_dataset
 from widefield.data.image import read_image, write_image
-from widefield.plans import plan_of
-from widefield.run import train
 
-RECIPE = str(RECIPES / "page_restoration.yaml")
 SMALL = ["mesh.space=[]", "data.options.size=[48, 40]", "data.options.pages=[6, 5]", "schedule.length=4step",
          "model.options={width: 4, blocks: 1}", "schedule.warmup=2step", "evaluate.every=1000step",
          "log.tensorboard=false"]  # fmt: skip
 TWICE = ["data.options.scale=2", "task.options.scale=2", "model.options={width: 4, blocks: 1, scale: 2}"]
 
 
-def go(folder: Path, *settings: str):
-    return train(read_config(RECIPE, [*SMALL, *settings]), folder, World())
+RECIPE = SmallRecipe("page_restoration", SMALL)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("restoration") / "run"
-    assert go(folder).reason == "complete"
-    return folder
+    return RECIPE.trained(tmp_path_factory.mktemp("restoration") / "run")
 
 
 @pytest.fixture(scope="module")
 def doubled(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("doubled") / "run"
-    assert go(folder, *TWICE).reason == "complete"
-    return folder
+    return RECIPE.trained(tmp_path_factory.mktemp("doubled") / "run", *TWICE)
 
 
 def page_of(run: Path, number: int):
@@ -57,8 +48,7 @@ def picture(folder: Path, number: int, kind: str) -> np.ndarray:
 
 
 def test_the_recipe_cuts_each_page_over_two_ranks():
-    plan = plan_of(read_config(RECIPE), 2)
-    assert plan.ranks == 2 and plan.space == [2, 1]
+    RECIPE.check_space_of_two_ranks()
 
 
 def test_every_held_out_page_is_evaluated(trained):
@@ -86,15 +76,11 @@ def test_input_target_and_output_are_left_and_shown(run, request):
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path):
-    go(tmp_path / "cut", "checkpoint.every=1step", "checkpoint.keep_last=100")
-    forget_after(tmp_path / "cut", 2)
-    assert go(tmp_path / "cut").reason == "complete"
-    assert len(losses(tmp_path / "cut")) == 4 and fingerprint(tmp_path / "cut", ranks=1) == fingerprint(trained, ranks=1)
+    RECIPE.check_resume(trained, tmp_path / "cut", after=2)
 
 
 def test_the_evaluation_can_be_had_again(trained):
-    again = inference.evaluate_run(trained, [], World())
-    assert again.sentence == json.loads((trained / "evaluation.json").read_text())["sentence"]
+    check_evaluated_again(trained)
 
 
 @pytest.mark.parametrize("run", ["trained", "doubled"])
@@ -137,5 +123,4 @@ def test_mirrored_answers_are_turned_back_and_what_needs_classes_is_refused(trai
 @pytest.mark.alone
 def test_the_recipe_reaches_its_psnr(tmp_path):
     """26.8 dB were seen on two ranks; on one rank the numbers are the same.  The input has 20.0 dB."""
-    train(read_config(RECIPE, ["mesh.space=[]", "log.tensorboard=false", "log.every=100"]), tmp_path / "run", World())
-    assert json.loads((tmp_path / "run/evaluation.json").read_text())["metrics"]["psnr"] > 26.3
+    RECIPE.check_quality(tmp_path / "run", {"psnr": 26.3})

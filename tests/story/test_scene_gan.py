@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from command import RECIPES, fingerprint, forget_after, losses, record
+from command import record
 from safetensors.torch import load_file
+from small_recipe import SmallRecipe, check_evaluated_again
 
 import widefield as wf
-from widefield import inference
-from widefield.comm.mesh import World
 from widefield.config import read_config
 from widefield.data import open_dataset
 from widefield.models.gan import pix2pixhd
-from widefield.plans import plan_of
-from widefield.run import train
 
-RECIPE = str(RECIPES / "scene_gan.yaml")
 SMALL = ["mesh.space=[]", "data.options.size=[48, 40]", "data.options.scenes=[6, 5]", "schedule.length=6step",
          "model.options.generator_options={width: 4, blocks: 1, strides: 2}", "evaluate.every=1000step",
          "model.options.discriminator_options={width: 4, strides: 2, spectral: true, normalized: false}",
          "task.options.steps=[[discriminator], [discriminator, generator]]", "log.tensorboard=false"]  # fmt: skip
 
 
-def go(folder: Path, *settings: str):
-    return train(read_config(RECIPE, [*SMALL, *settings]), folder, World())
+RECIPE = SmallRecipe("scene_gan", SMALL)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("gan") / "run"
-    assert go(folder).reason == "complete"
-    return folder
+    return RECIPE.trained(tmp_path_factory.mktemp("gan") / "run")
 
 
 def test_the_recipe_cuts_each_scene_over_two_ranks():
-    plan = plan_of(read_config(RECIPE), 2)
-    assert plan.ranks == 2 and plan.space == [2, 1]
+    RECIPE.check_space_of_two_ranks()
 
 
 def test_each_turns_loss_is_recorded_and_shown(trained):
@@ -54,15 +45,11 @@ def test_each_turns_loss_is_recorded_and_shown(trained):
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path, after):
     """Also from between the two batches of a discriminator's turns."""
-    go(tmp_path / "cut", "checkpoint.every=1step", "checkpoint.keep_last=100")
-    forget_after(tmp_path / "cut", after)
-    assert go(tmp_path / "cut").reason == "complete"
-    assert len(losses(tmp_path / "cut")) == 6 and fingerprint(tmp_path / "cut", ranks=1) == fingerprint(trained, ranks=1)
+    RECIPE.check_resume(trained, tmp_path / "cut", after=after)
 
 
 def test_the_evaluation_can_be_had_again(trained):
-    again = inference.evaluate_run(trained, [], World())
-    assert again.sentence == json.loads((trained / "evaluation.json").read_text())["sentence"]
+    check_evaluated_again(trained)
 
 
 def test_weights_load_into_a_plain_generator_and_a_prediction_is_what_it_makes(trained):
@@ -84,6 +71,4 @@ def test_weights_load_into_a_plain_generator_and_a_prediction_is_what_it_makes(t
 @pytest.mark.alone
 def test_the_recipe_reaches_its_quality(tmp_path):
     """19.9 dB and 241 were seen on two ranks; on one rank the numbers are the same."""
-    train(read_config(RECIPE, ["mesh.space=[]", "log.tensorboard=false", "log.every=100"]), tmp_path / "run", World())
-    metrics = json.loads((tmp_path / "run/evaluation.json").read_text())["metrics"]
-    assert metrics["psnr"] > 19 and metrics["swd"] < 300, metrics
+    RECIPE.check_quality(tmp_path / "run", {"psnr": 19}, {"swd": 300})

@@ -53,5 +53,7 @@ def test_images_may_come_in_any_order_and_on_any_rank():
 def test_small_images_and_wrong_numbers_are_refused():
     with pytest.raises(ValueError, match=r"patches of 7 x 7 px on 4 levels and images are 40 x 36 px, at the coarsest 4; give"):
         value_of(IMAGES, IMAGES, levels=4)
+    with pytest.raises(ValueError, match=r"swd compares patches of two dims and images have 3; leave swd out"):
+        value_of(IMAGES[:, :, None], IMAGES[:, :, None])
     with pytest.raises(ValueError, match=r"swd has patches=0; a whole number of 1 or more is wanted"):
         metric(patches=0)

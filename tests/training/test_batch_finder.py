@@ -341,7 +341,7 @@ def test_a_search_that_is_asked_to_stop_says_that_nothing_was_trained():
 def test_the_measured_peak_grows_with_the_batch():
     """512 images of 8 x 8 px and 64 channels are 8 MiB for each operation that keeps them, of which there are more than 4."""
     parts = parts_of(one_rank(), "precision=float32", "model.options={widths: [64], blocks: 1}")
-    freed_before = [torch.ones(2**18) for _ in range(256)]  # 256 MiB below what is allocated next, as of a long day in a notebook
+    freed_before = [torch.ones(2**18) for _ in range(256)]  # 256 MiB below what comes next, as after a day in a notebook
     above = torch.ones(2**10)
     freed_before.clear()
     small, large = (measured(parts, one_rank(), batch, never) for batch in (8, 512))

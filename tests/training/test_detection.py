@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import on_ranks
+from small_recipe import ALONE, SmallRecipe
 
 from widefield import tasks
 from widefield.comm.mesh import Mesh, World
-from widefield.config import RunConfig, StreamConfig, read_config
+from widefield.config import StreamConfig
 from widefield.data import BadImageError
 from widefield.detection.anchor_heads import AnchorHeads
 from widefield.geometry.box import full_box
@@ -22,10 +22,10 @@ from widefield.plans import Plan
 from widefield.tasks.detection import build
 from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
 from widefield.training.balance import check_stages
+from widefield.training.evaluation import Evaluation
 from widefield.training.given import NOTHING
 
-RECIPE = Path(__file__).parents[2] / "recipes/page_detection.yaml"
-CPU, ALONE = torch.device("cpu"), Plan()
+CPU = torch.device("cpu")
 SMALL = [
     "data.options.size=[77, 91]", "data.options.pages=[6, 5]", "data.workers=0", "data.batch_size=2", "precision=float64",
     "data.evaluate_batch_size=2", "data.options.digits_per_megapixel=250", "task.options.score=0.02",
@@ -36,23 +36,13 @@ FCOS = ["task.options={method: fcos, strides: [8, 16], score: 0.02}", "model.nam
 BOTH = pytest.mark.parametrize("settings", [[], FCOS], ids=["retinanet", "fcos"])
 
 
-def config(*settings: str) -> RunConfig:
-    return read_config(str(RECIPE), [*SMALL, *settings])
+def scores(found: Evaluation) -> list[float]:
+    """Those of the whole, and of each class."""
+    assert found.gathered == ["coco"]
+    return [found.loss, *found.metrics.values(), *found.columns["ap"], *found.columns["boxes"]]
 
 
-def numbers_of(mesh: Mesh, steps: int, *settings: str) -> list[float]:
-    """The losses of some steps of the recipe, then the scores of an evaluation, those of each class, and its loss."""
-    parts = assemble(config(*settings), mesh)
-    learner, _ = learner_of(parts)
-    batches = training_batches(parts, first=0, last=steps)
-    losses = [learner.learn([next(batches)], stop=False)[0] for _ in range(steps)]
-    found = evaluate_parts(parts, learner.model)
-    assert (found.images, found.duplicates, found.gathered) == (5, 0, ["coco"])
-    return [*losses, found.loss, *found.metrics.values(), *found.columns["ap"], *found.columns["boxes"]]
-
-
-def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
-    return numbers_of(Mesh(plan, World(), CPU), steps, *settings)
+RECIPE = SmallRecipe("page_detection", SMALL, scores)
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -73,21 +63,21 @@ def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
 )
 def test_ten_steps_of_the_recipe_are_those_of_one_rank(plan, settings):
     """Pages of 77 x 91 px, some without a digit; steps of two images, so that of three copies one has none."""
-    wanted = alone(10, *settings)
-    for found in on_ranks(plan.ranks, numbers_of, 10, *settings, plan=plan):
+    wanted = RECIPE.alone(10, *settings)
+    for found in on_ranks(plan.ranks, RECIPE.numbers, 10, *settings, plan=plan):
         assert found == pytest.approx(wanted, rel=1e-8, nan_ok=True)
 
 
 @BOTH
 def test_ten_steps_of_the_recipe_in_a_stream_are_those_of_one_rank(settings):
     stream = Plan(stream=StreamConfig(tiles=[2, 2]))
-    assert alone(10, *settings, plan=stream) == pytest.approx(alone(10, *settings), rel=1e-8, nan_ok=True)
+    assert RECIPE.alone(10, *settings, plan=stream) == pytest.approx(RECIPE.alone(10, *settings), rel=1e-8, nan_ok=True)
 
 
 @BOTH
 def test_channels_on_two_ranks_learn_as_one_rank(settings):
-    wanted = alone(3, *settings)
-    for found in on_ranks(2, numbers_of, 3, *settings, plan=Plan(channel=2)):
+    wanted = RECIPE.alone(3, *settings)
+    for found in on_ranks(2, RECIPE.numbers, 3, *settings, plan=Plan(channel=2)):
         assert found == pytest.approx(wanted, rel=1e-8, nan_ok=True)
 
 
@@ -96,14 +86,14 @@ def test_channels_on_two_ranks_learn_as_one_rank(settings):
 
 def test_a_frozen_backbone_learns_on_tiles_as_on_one_rank():
     settings = ["model.freeze=[backbone.body]"]
-    wanted = alone(3, *settings)
-    for found in on_ranks(2, numbers_of, 3, *settings, plan=Plan(space=[2, 1])):
+    wanted = RECIPE.alone(3, *settings)
+    for found in on_ranks(2, RECIPE.numbers, 3, *settings, plan=Plan(space=[2, 1])):
         assert found == pytest.approx(wanted, rel=1e-8, nan_ok=True)
 
 
 def with_a_bad_image(mesh: Mesh) -> tuple[list[float], list[str]]:
     """The losses of three steps, and what was left out, where one page cannot be read."""
-    parts = assemble(config("data.bad_images=skip"), mesh)
+    parts = assemble(RECIPE.config("data.bad_images=skip"), mesh)
     parts = replace(parts, dataset=replace(parts.dataset, train=OneUnread(parts.dataset.train)))
     learner, _ = learner_of(parts)
     batches = training_batches(parts, first=0, last=3)
@@ -147,7 +137,7 @@ def test_an_image_that_cannot_be_read_is_left_out_alike(plan):
 
 
 def reasons_of(mesh: Mesh) -> list[str]:
-    parts = assemble(config(), mesh)
+    parts = assemble(RECIPE.config(), mesh)
     return learner_of(parts)[1]
 
 
@@ -172,15 +162,15 @@ def test_maps_that_every_rank_has_whole_are_told_with_their_bytes():
 )  # fmt: skip
 def test_a_model_that_gives_other_maps_is_refused(settings, error, told):
     with pytest.raises(error, match=told):
-        alone(1, *settings)
+        RECIPE.alone(1, *settings)
 
 
 def test_stages_and_plans_without_boxes_are_refused():
-    parts = assemble(config(), Mesh(ALONE, World(), CPU))
+    parts = assemble(RECIPE.config(), Mesh(ALONE, World(), CPU))
     with pytest.raises(NotImplementedError, match=r"wants the maps of all levels, and the last of the 2 stages of mesh.stage"):
         check_stages(parts.task, parts.config, SimpleNamespace(plan=Plan(stage=2)))
     with pytest.raises(NotImplementedError, match=r"task.name=detection matches anchors with boxes"):
-        image_of(config(), NOTHING)
+        image_of(RECIPE.config(), NOTHING)
 
 
 def test_a_task_of_ones_own_does_not_learn_boxes():
@@ -199,7 +189,7 @@ def test_low_precision_computes_losses_and_boxes_in_float32(monkeypatch):
 
     of_losses = AnchorHeads.losses
     monkeypatch.setattr(AnchorHeads, "losses", watched)
-    parts = assemble(config("precision=bfloat16"), Mesh(ALONE, World(), CPU))
+    parts = assemble(RECIPE.config("precision=bfloat16"), Mesh(ALONE, World(), CPU))
     learner, _ = learner_of(parts)
     loss, _ = learner.learn([next(training_batches(parts, first=0, last=1))], stop=False)
     found = evaluate_parts(parts, learner.model)

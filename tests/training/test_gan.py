@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from ranks import on_ranks
+from small_recipe import ALONE, SmallRecipe
 from torch.nn import functional as F
 
 from widefield.comm.mesh import Mesh, World
-from widefield.config import RunConfig, ShardingConfig, StreamConfig, read_config
+from widefield.config import ShardingConfig, StreamConfig
 from widefield.planner.emulation import emulated_step, stand_in_data
 from widefield.plans import Plan
-from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
+from widefield.training.assemble import assemble, learner_of, training_batches
+from widefield.training.evaluation import Evaluation
+from widefield.training.guard import NonFiniteLossError
 
-RECIPE = Path(__file__).parents[2] / "recipes/scene_gan.yaml"
-CPU, ALONE = torch.device("cpu"), Plan()
+CPU = torch.device("cpu")
 SMALL = [
     "data.options.size=[32, 24]", "data.options.scenes=[6, 3]", "data.workers=0", "data.batch_size=2", "precision=float64",
     "data.evaluate_batch_size=2", "mesh.space=[]", "task.metrics=[{swd: {levels: 1}}]",
@@ -27,28 +29,11 @@ BATCH_NORM = "model.options={generator: unet, generator_options: {widths: [4, 8]
 PENALTIES = ["task.options.r1=2", "task.options.r2=1", "task.options.gradient_penalty=3", "task.options.penalty_every=2"]
 
 
-def config(*settings: str) -> RunConfig:
-    return read_config(str(RECIPE), [*SMALL, *settings])
+def scores(found: Evaluation) -> list[float]:
+    return [*(found.metrics[name] for name in ("psnr", "ssim", "swd")), found.loss]
 
 
-def numbers_of(mesh: Mesh, steps: int, *settings: str) -> list[float]:
-    """The losses of some steps of the recipe, each member's too, then PSNR, SSIM and the loss of an evaluation."""
-    parts = assemble(config(*settings), mesh)
-    learner, _ = learner_of(parts)
-    batches = training_batches(parts, first=0, last=steps)
-    numbers = list[float]()
-    for _ in range(steps):
-        passes = [next(batches) for _ in range(parts.config.gradient.accumulate)]
-        loss, _ = learner.learn(passes, stop=False)
-        numbers += [loss, *learner.losses.values()]
-    model = learner.model if learner.ema is None else learner.ema.module
-    found = evaluate_parts(parts, model)
-    assert (found.images, found.duplicates) == (3, 0)
-    return [*numbers, *(found.metrics[name] for name in ("psnr", "ssim", "swd")), found.loss]
-
-
-def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
-    return numbers_of(Mesh(plan, World(), CPU), steps, *settings)
+RECIPE = SmallRecipe("scene_gan", SMALL, scores)
 
 
 # ---------------------------------------------------------------------------------------------- by hand
@@ -56,7 +41,7 @@ def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
 
 def by_hand(steps: int) -> list[float]:
     """The recipe as a plain loop: two optimizers, hinge losses, feature matching and L1, a mean over images each."""
-    parts = assemble(config(), Mesh(ALONE, World(), CPU))
+    parts = assemble(RECIPE.config(), Mesh(ALONE, World(), CPU))
     model, batches, prepare = parts.model, training_batches(parts, first=0, last=steps), parts.preparation(train=True)
     generator, discriminator = model.generator, model.discriminator
     adam = {"lr": 5e-4, "betas": (0.5, 0.99), "weight_decay": 0.0}
@@ -86,7 +71,7 @@ def by_hand(steps: int) -> list[float]:
 
 def test_turns_are_a_loop_by_hand():
     """Spectral norms iterate once per forward in training mode, by hand as here: two of the discriminator, then two more."""
-    assert alone(5)[:15] == pytest.approx(by_hand(5), rel=1e-10)
+    assert RECIPE.alone(5)[:15] == pytest.approx(by_hand(5), rel=1e-10)
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -105,21 +90,21 @@ def test_turns_are_a_loop_by_hand():
     ids=str,
 )
 def test_twenty_steps_of_the_recipe_are_those_of_one_rank(plan):
-    wanted = alone(20)
-    for found in on_ranks(plan.ranks, numbers_of, 20, plan=plan):
+    wanted = RECIPE.alone(20)
+    for found in on_ranks(plan.ranks, RECIPE.numbers, 20, plan=plan):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
 def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
-    assert alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(alone(20), rel=1e-8)
+    assert RECIPE.alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(20), rel=1e-8)
 
 
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[1, 2]), Plan(shard=2), Plan(channel=2)], ids=str)
 def test_penalties_on_gradients_are_those_of_one_rank(plan):
     """Every second step; the points between real and made images are drawn alike."""
-    wanted = alone(4, *PENALTIES)
-    assert wanted[0] != pytest.approx(alone(1)[0], rel=1e-3)
-    for found in on_ranks(plan.ranks, numbers_of, 4, *PENALTIES, plan=plan):
+    wanted = RECIPE.alone(4, *PENALTIES)
+    assert wanted[0] != pytest.approx(RECIPE.alone(1)[0], rel=1e-3)
+    for found in on_ranks(plan.ranks, RECIPE.numbers, 4, *PENALTIES, plan=plan):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
@@ -134,9 +119,39 @@ def test_modules_with_statistics_of_the_batch_penalties_averages_and_several_pas
     """A U-Net with BatchNorm, a discriminator of one's own with BatchNorm and dropout, 3 samples in 2 passes, on 2 ranks."""
     asked = [*OF_MY_OWN, "task.options.r1=1", "data.batch_size=3", "gradient.accumulate=2", "ema={decay: 0.9}",
              "task.options.steps=[[discriminator], [discriminator, generator]]", "optimizer.clip_norm=1"]  # fmt: skip
-    wanted = alone(3, *asked)
-    for found in on_ranks(plan.ranks, numbers_of, 3, *asked, plan=plan):
+    wanted = RECIPE.alone(3, *asked)
+    for found in on_ranks(plan.ranks, RECIPE.numbers, 3, *asked, plan=plan):
         assert found == pytest.approx(wanted, rel=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------- losses that are not finite
+
+
+def told_of(mesh: Mesh, loss: str, *settings: str) -> str:
+    """What a run says in whose second step this loss is NaN."""
+    learner, _ = learner_of(assemble(RECIPE.config(*settings), mesh))
+    batches = training_batches(assemble(RECIPE.config(*settings), mesh), first=0, last=2)
+    learner.learn([next(batches)], stop=False)
+    real = type(learner.task).turn_loss
+
+    def wrong(task, member, *rest, **named):
+        return real(task, member, *rest, **named) * (float("nan") if member == loss else 1.0)
+
+    with mock.patch.object(type(learner.task), "turn_loss", wrong), pytest.raises(NonFiniteLossError) as caught:
+        learner.learn([next(batches)], stop=False)
+    assert caught.value.refusal.to_tree()["member"] == loss
+    return str(caught.value)
+
+
+def test_a_turn_whose_loss_is_not_finite_is_named_with_what_learned_before_it():
+    own = Mesh(ALONE, World(), CPU)
+    told = (
+        "the loss of the discriminator's turn of step 2 is nan; the optimizer did not step and the weights are those of step 1"
+    )
+    assert told in told_of(own, "discriminator")
+    told = "loss of the generator's turn of step 2 is nan; the generator did not learn, and the discriminator had in this step"
+    assert told in told_of(own, "generator")
+    assert all(told in text for text in on_ranks(2, told_of, "generator", plan=Plan(replicate=2)))
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -157,19 +172,20 @@ def test_modules_with_statistics_of_the_batch_penalties_averages_and_several_pas
         (["guard.spike=skip"], ValueError, r"guard.spike=skip and task.name=gan trains generator and discriminator by turns"),
         (["optimizer.lr=find"], ValueError, r"optimizer.lr=find and task.name=gan trains"),
         (["model.compile=true"], ValueError, r"model.compile=True and task.name=gan trains"),
+        (["checkpoint.best=swd"], ValueError, r"checkpoint.best=swd: swd does not say whether higher is better; write \+swd"),
         (["data.options.pairs=false"], ValueError, r"learns images as targets and data.name=scene has one per pixel"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_the_first_step(settings, error, told):
     with pytest.raises(error, match=told):
-        learner_of(assemble(config(*settings), Mesh(ALONE, World(), CPU)))
+        learner_of(assemble(RECIPE.config(*settings), Mesh(ALONE, World(), CPU)))
 
 
 def test_penalties_in_a_stream_and_features_of_scores_alone_are_refused():
     with pytest.raises(NotImplementedError, match=r"stream and task.name=gan penalizes gradients, which are differentiated"):
-        alone(1, *PENALTIES, plan=Plan(stream=StreamConfig(tiles=[2, 2])))
+        RECIPE.alone(1, *PENALTIES, plan=Plan(stream=StreamConfig(tiles=[2, 2])))
     with pytest.raises(ValueError, match=r"feature_matching compares the discriminator's features and it gives scores alone"):
-        alone(1, *OF_MY_OWN, "task.options.feature_matching=1")
+        RECIPE.alone(1, *OF_MY_OWN, "task.options.feature_matching=1")
 
 
 def test_stages_are_refused_on_every_rank():
@@ -179,7 +195,7 @@ def test_stages_are_refused_on_every_rank():
 
 def refusal_of_stages(mesh: Mesh) -> str:
     with pytest.raises(NotImplementedError) as caught:
-        learner_of(assemble(config(), mesh))
+        learner_of(assemble(RECIPE.config(), mesh))
     return str(caught.value)
 
 
@@ -187,4 +203,6 @@ def refusal_of_stages(mesh: Mesh) -> str:
 def test_a_step_of_turns_is_emulated_without_data(space):
     """As the planner does it: both networks, on images of zeros."""
     given = stand_in_data((3, 32, 24), classes=3, samples=4, task="restoration")
-    assert emulated_step(config(f"mesh.space={space}", "data.augment=[]"), ranks=space[0], given=given).peak_bytes > 10**6
+    assert (
+        emulated_step(RECIPE.config(f"mesh.space={space}", "data.augment=[]"), ranks=space[0], given=given).peak_bytes > 10**6
+    )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from ranks import on_ranks
+from small_recipe import ALONE, SmallRecipe
 from torch.nn import functional as F
 from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMeasure
 
 from widefield.comm.mesh import Mesh, World
-from widefield.config import RunConfig, StreamConfig, parse_config, read_config
+from widefield.config import StreamConfig, parse_config
 from widefield.planner.emulation import emulated_step, stand_in_data
 from widefield.plans import Plan
-from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
+from widefield.training.assemble import assemble, evaluate_parts, training_batches
+from widefield.training.evaluation import Evaluation
 
-RECIPE = Path(__file__).parents[2] / "recipes/page_restoration.yaml"
-CPU, ALONE = torch.device("cpu"), Plan()
+CPU = torch.device("cpu")
 SMALL = [
     "data.options.size=[48, 36]", "data.options.pages=[6, 5]", "data.workers=0", "data.batch_size=2", "precision=float64",
     "data.evaluate_batch_size=2", "model.options={width: 4, blocks: 1}",
@@ -27,23 +26,11 @@ MOVED = "data.augment=[{RandomCrop: {size: [18, 12]}}, RandomHorizontalFlip, {Ra
 CUT = "data.augment=[{RandomCrop: {size: [17, 17]}}, RandomRotate90, RandomVerticalFlip, {GaussianNoise: {sigma: 0.1}}]"
 
 
-def config(*settings: str) -> RunConfig:
-    return read_config(str(RECIPE), [*SMALL, *settings])
+def scores(found: Evaluation) -> list[float]:
+    return [*(found.metrics[name] for name in ("psnr", "psnr_all", "ssim")), found.loss]
 
 
-def numbers_of(mesh: Mesh, steps: int, *settings: str) -> list[float]:
-    """The losses of some steps of the recipe, then PSNR, SSIM and the loss of an evaluation."""
-    parts = assemble(config(*settings), mesh)
-    learner, _ = learner_of(parts)
-    batches = training_batches(parts, first=0, last=steps)
-    losses = [learner.learn([next(batches)], stop=False)[0] for _ in range(steps)]
-    found = evaluate_parts(parts, learner.model)
-    assert (found.images, found.duplicates) == (5, 0)
-    return [*losses, *(found.metrics[name] for name in ("psnr", "psnr_all", "ssim")), found.loss]
-
-
-def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
-    return numbers_of(Mesh(plan, World(), CPU), steps, *settings)
+RECIPE = SmallRecipe("page_restoration", SMALL, scores)
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -60,37 +47,39 @@ def alone(steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
     ids=str,
 )
 def test_twenty_steps_of_the_recipe_are_those_of_one_rank(plan):
-    wanted = alone(20)
-    for found in on_ranks(plan.ranks, numbers_of, 20, plan=plan):
+    wanted = RECIPE.alone(20)
+    for found in on_ranks(plan.ranks, RECIPE.numbers, 20, plan=plan):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
 def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
-    assert alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(alone(20), rel=1e-8)
+    assert RECIPE.alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(20), rel=1e-8)
 
 
 @pytest.mark.parametrize("settings", [[], [MOVED], [CUT]], ids=["whole", "moved", "cut"])
 def test_tiles_of_twice_the_pixels_learn_as_one_rank(settings):
     """Rows are cut at odd places of the targets' grid where 17 rows are 9 and 8."""
-    wanted = alone(3, *TWICE, *settings)
-    for found in on_ranks(2, numbers_of, 3, *TWICE, *settings, plan=Plan(space=[2, 1])):
+    wanted = RECIPE.alone(3, *TWICE, *settings)
+    for found in on_ranks(2, RECIPE.numbers, 3, *TWICE, *settings, plan=Plan(space=[2, 1])):
         assert found == pytest.approx(wanted, rel=1e-9)
 
 
 def test_a_stream_of_twice_the_pixels_learns_as_one_rank():
-    assert alone(2, *TWICE, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(alone(2, *TWICE), rel=1e-9)
+    assert RECIPE.alone(2, *TWICE, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(
+        RECIPE.alone(2, *TWICE), rel=1e-9
+    )
 
 
 def test_patches_of_pairs_are_learned():
     """Patches are windows of input and target, of which each is its own place."""
-    assert len(set(alone(2, *TWICE, "data.patches={size: [16, 12], evaluate: whole}", "data.augment=[]"))) == 6
+    assert len(set(RECIPE.alone(2, *TWICE, "data.patches={size: [16, 12], evaluate: whole}", "data.augment=[]"))) == 6
 
 
 # ---------------------------------------------------------------------------------------------- metrics
 
 
 def test_psnr_and_ssim_are_torchmetrics_over_all_images():
-    parts = assemble(config(), Mesh(ALONE, World(), CPU))
+    parts = assemble(RECIPE.config(), Mesh(ALONE, World(), CPU))
     found = evaluate_parts(parts, parts.model).metrics
     pages = [parts.dataset.evaluate.read(index) for index in range(5)]
     image, target = (torch.stack([pair[number] for pair in pages]).double() / 255 for number in (0, 1))
@@ -111,7 +100,7 @@ def test_psnr_and_ssim_are_torchmetrics_over_all_images():
 
 
 def batch_of(*settings: str):
-    parts = assemble(config("data.options.noise=0", *settings), Mesh(ALONE, World(), CPU))
+    parts = assemble(RECIPE.config("data.options.noise=0", *settings), Mesh(ALONE, World(), CPU))
     return next(training_batches(parts, first=0, last=1))
 
 
@@ -163,16 +152,16 @@ def test_colours_change_the_input_alone():
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_the_first_step(settings, error, told):
     with pytest.raises(error, match=told):
-        assemble(config(*settings), Mesh(ALONE, World(), CPU))
+        assemble(RECIPE.config(*settings), Mesh(ALONE, World(), CPU))
 
 
 def test_a_model_of_another_size_and_images_smaller_than_the_window_are_refused():
     with pytest.raises(ValueError, match=r"the targets are 48 x 36 pixels and the model gives 96 x 72; take a model that"):
-        alone(1, "model.options={width: 4, blocks: 1, scale: 2}")
+        RECIPE.alone(1, "model.options={width: 4, blocks: 1, scale: 2}")
     with pytest.raises(ValueError, match=r"the images are 5 x 36 px and SSIM's window of 11 px wants 6 px or more"):
-        alone(1, "data.options.size=[5, 36]")
+        RECIPE.alone(1, "data.options.size=[5, 36]")
     with pytest.raises(ValueError, match=r"SSIM's window of 11 px wants 176 px or more along each dim at 5 scales"):
-        alone(1, "task.loss=ms_ssim", "task.loss_options={}")
+        RECIPE.alone(1, "task.loss=ms_ssim", "task.loss_options={}")
 
 
 def test_a_float_recipe_has_a_default_loss():
@@ -184,5 +173,5 @@ def test_a_float_recipe_has_a_default_loss():
 def test_a_step_of_pairs_is_emulated_without_data(space):
     """As the planner does it: an image of zeros with a target of twice the pixels."""
     given = stand_in_data((1, 24, 18), classes=1, samples=4, task="restoration", scale=2)
-    small = config(*TWICE, f"mesh.space={space}", "data.augment=[]")
+    small = RECIPE.config(*TWICE, f"mesh.space={space}", "data.augment=[]")
     assert emulated_step(small, ranks=space[0], given=given).peak_bytes > 0

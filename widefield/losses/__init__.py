@@ -25,6 +25,15 @@ DEFAULTS: dict[Labels, str] = {
 """The loss of each kind of targets where a recipe names none."""
 
 
+def widened(output: Any) -> Any:
+    """The tensors of an output, or of lists and tuples of such, in float32 or wider, in which losses are computed."""
+    if isinstance(output, Tensor):
+        return output.to(torch.promote_types(output.dtype, torch.float32))
+    if isinstance(output, list | tuple) and not hasattr(output, "_fields"):
+        return type(output)(map(widened, output))
+    return output
+
+
 @dataclass(frozen=True)
 class Targets:
     """What a loss has to know of the targets.

@@ -15,11 +15,11 @@ from widefield.data.pixel_transforms import OfImagesAlone
 from widefield.data.transforms import Transforms
 from widefield.detection.selection import FoundBoxes
 from widefield.geometry.box import slices
+from widefield.losses import widened
 from widefield.prediction.restored import pixels_of
 from widefield.prediction.transformed import Transformed, ignore_label, transformed, transforms_of
 from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.tiled.api import tile_of, whole
-from widefield.training.arithmetic import widened
 from widefield.training.assemble import Parts
 from widefield.training.batch_sharding import on_tiles
 

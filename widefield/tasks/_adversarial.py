@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.losses import of_samples
+from widefield.losses import of_samples, widened
 from widefield.naming import did_you_mean
 
 Part = Callable[[Tensor], Tensor]
@@ -59,7 +59,7 @@ def answers_of(output: Any) -> list[list[Tensor]]:
     """
     answers = [output] if isinstance(output, Tensor) else output
     if isinstance(answers, list | tuple) and answers and all(isinstance(one, Tensor) for one in answers):
-        return [[_wide(one) for one in answers]]
+        return [widened(list(answers))]
     if (
         not isinstance(answers, list | tuple)
         or not answers
@@ -69,11 +69,7 @@ def answers_of(output: Any) -> list[list[Tensor]]:
             f"the discriminator gives a {type(output).__name__}; scores (B, ...), a list of features with the scores last, or "
             "a list of such lists are wanted"
         )
-    return [[_wide(one) for one in features] for features in answers]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return [widened(list(features)) for features in answers]
 
 
 def mean_of_samples(tensor: Tensor) -> Tensor:

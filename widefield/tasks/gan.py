@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from widefield.losses import widened
 from widefield.tasks import SampleDraws
 from widefield.tasks._adversarial import (
     answers_of,
@@ -116,8 +117,7 @@ class ImageTranslation(Restoration):
                 real = answers_of(model.discriminator(image, target))
             total = total + asked.feature_matching * apart(made, real).sum()
         if asked.reconstruction:
-            output = output.to(torch.promote_types(output.dtype, torch.float32))
-            mean = self.loss_sum(output, target) * (len(target) / self._loss.count(target))
+            mean = self.loss_sum(widened(output), target) * (len(target) / self._loss.count(target))
             total = total + asked.reconstruction * mean
         return total
 

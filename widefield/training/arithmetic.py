@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
@@ -60,12 +58,3 @@ def arithmetic_of(precision: str, device: torch.device) -> Arithmetic:
 
 def _name(device: torch.device) -> str:
     return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def widened(output: Any) -> Any:
-    """The tensors of an output, or of lists and tuples of such, in float32 or wider, in which losses are computed."""
-    if isinstance(output, Tensor):
-        return output.to(torch.promote_types(output.dtype, torch.float32))
-    if isinstance(output, list | tuple) and not hasattr(output, "_fields"):
-        return type(output)(map(widened, output))
-    return output

@@ -260,7 +260,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
 
 def _gathered_maps(learner: Learner) -> list[Fallback]:
     """The maps of a detector, which every rank has whole for anchors, matching and losses where the plan cuts images."""
-    mesh, sample = learner.mesh, learner.meta_pass()
+    mesh, (sample, _) = learner.mesh, learner.meta_pass()
     if labels_of(learner.task) != "boxes" or not (mesh.grid.size > 1 or mesh.plan.stream is not None):
         return []
     size, itemsize = tuple(sample.shape[2:]), max(4, sample.dtype.itemsize)
@@ -274,7 +274,7 @@ def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:
     if members_named(learner.task):
         _parallelize_members(learner)
     else:
-        sample = learner.meta_pass()
+        sample, _ = learner.meta_pass()
         share = 2 / len(sample)
         if learner.ema is not None:
             average = learner.ema.module
@@ -286,7 +286,7 @@ def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:
 
 def _parallelize_members(learner: Learner) -> None:
     """Each of the modules that learn by turns, and each of their averages."""
-    mesh, image, target = learner.mesh, *learner.meta_passes()
+    mesh, image, target = learner.mesh, *learner.meta_pass()
     models = [(learner.model, False)] if learner.ema is None else [(learner.ema.module, True), (learner.model, False)]
     for model, is_average in models:
         names = list(members_of(divide(model, learner.task, name=learner.config.model.name)))

@@ -79,7 +79,12 @@ def best_of(chosen: str | None, task: Task, metrics: list[RecipeMetric], *, num_
             f"checkpoint.best={chosen} is no metric of this run{did_you_mean(name, names)} Its evaluations have: "
             f"{', '.join(names)}; add it to task.metrics, or name one of these"
         )
-    higher = task.higher_is_better if added is None else None if added.make is None else added.make().higher_is_better
+    higher = task.higher_is_better if added is None else _says_higher(added)
     if not sign and higher is None:
         raise ValueError(f"checkpoint.best={chosen}: {name} does not say whether higher is better; write +{name} or -{name}")
     return Best(name, sign != "-" if sign else bool(higher))
+
+
+def _says_higher(metric: RecipeMetric) -> bool | None:
+    """Whether a higher value of a metric is better; None where it does not say, as those of cases."""
+    return None if metric.make is None else metric.make().higher_is_better

@@ -21,13 +21,14 @@ from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.detection.targets import sizes_in
+from widefield.losses import widened
 from widefield.quantity import count_of
 from widefield.tasks import Task, is_per_pixel, labels_of, scale_of
 from widefield.tasks._cases import CaseMetric
 from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
 from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_cat, dim_zero_sum
 from widefield.tiled.api import tile_of, whole
-from widefield.training.arithmetic import Arithmetic, widened
+from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.drawn_boxes import mistakes_of_boxes
 from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of

@@ -32,6 +32,7 @@ class Refusal:
 
     step: its number, counted from 1.  value: the loss, or the norm of the gradient.  usual, score: the median of the last steps
     and the robust z-score, of a spike.  index: the numbers of the step's images, of all ranks.
+    member, after: of modules that learn by turns the one that would have learned, and those that had, in this step.
     """
 
     kind: Kind
@@ -42,6 +43,8 @@ class Refusal:
     usual: float | None = None
     score: float | None = None
     index: Sequence[int] = ()
+    member: str = ""
+    after: Sequence[str] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -50,6 +53,7 @@ class Refusal:
     def in_words(self) -> str:
         """What was seen: `the loss of step 7 is nan`."""
         what = "loss" if "loss" in self.kind else "norm of the gradient"
+        what += f" of the {self.member}'s turn" if self.member else ""
         if not self.is_finite:
             finite = f", though its loss is {self.loss:.6g}" if "gradient" in self.kind else ""
             return f"the {what} of step {self.step} is {self.value}{finite}"
@@ -61,11 +65,15 @@ class Refusal:
     def to_tree(self) -> dict[str, Any]:
         """For the record: the number of the step is that of its batch."""
         tree = asdict(self)
-        return {"found": tree.pop("kind"), "batch_step": tree.pop("step"), **tree, "index": list(self.index)}
+        turn = {key: tree.pop(key) for key in ("member", "after")}
+        return {
+            "found": tree.pop("kind"), "batch_step": tree.pop("step"), **tree, "index": list(self.index),
+            **({key: turn[key] for key in turn} if self.member else {}),
+        }  # fmt: skip
 
 
 class RefusedStepError(AgreedError):
-    """The guard ends the run before a step, on every rank, with the weights untouched."""
+    """The guard ends the run before a step, or a turn of one, on every rank, which leaves the weights as they are."""
 
     def __init__(self, text: str, *, refusal: Refusal) -> None:
         super().__init__(text)
@@ -189,10 +197,12 @@ def _log(norm: float) -> float:
 
 def refused(refusal: Refusal) -> RefusedStepError:
     """The error with which a refused step ends the run."""
+    weights = f"the optimizer did not step and the weights are those of step {refusal.step - 1}"
+    if refusal.after:
+        weights = f"the {refusal.member} did not learn, and the {' and the '.join(refusal.after)} had in this step"
     text = (
-        f"{refusal.in_words()}; the optimizer did not step and the weights are those of step {refusal.step - 1}. Look at its "
-        "images, which {file} in the run folder names, and run it again with widefield replay; a lower optimizer.lr, "
-        "optimizer.clip_norm=1 or a longer schedule.warmup are the usual cures"
+        f"{refusal.in_words()}; {weights}. Look at its images, which {{file}} in the run folder names, and run it again with "
+        "widefield replay; a lower optimizer.lr, optimizer.clip_norm=1 or a longer schedule.warmup are the usual cures"
     )
     if refusal.is_finite:
         return RefusedStepError(text.format(file="record.jsonl"), refusal=refusal)

@@ -42,6 +42,7 @@ from widefield.config import RunConfig
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.data.order import Steps
+from widefield.losses import widened
 from widefield.parallel.inactive import inactive
 from widefield.parallel.members import members_of
 from widefield.parallel.optimizer_steps import clip_grad_norm_
@@ -49,7 +50,7 @@ from widefield.parallel.passes import backward_of, without_sync
 from widefield.private_torch.tensors import foreach_mul_
 from widefield.tasks import Task, is_per_pixel, labels_of, scale_of
 from widefield.tiled.api import whole
-from widefield.training.arithmetic import Arithmetic, widened
+from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.best import Best
 from widefield.training.freezing import Freezing
@@ -129,7 +130,7 @@ class Learner:
         if member:
             twice = replace(self.dummy_batch, seeds=self.dummy_batch.seeds * 2)
             with self.arithmetic.autocast(), learning(model, member, self.mesh.plan):
-                return loss_of_turn(self.task, Turn(member, 0, 0, self.scaler_of(member)), model, image, target, twice) / 2
+                return loss_of_turn(self.task, Turn(member, (), 0, self.scaler_of(member)), model, image, target, twice) / 2
         with self.arithmetic.autocast():
             output = model(image)
         return self._loss_of(output, target) / len(target)
@@ -142,11 +143,7 @@ class Learner:
         image, target = (torch.cat([one] * self._rows_of_a_pass()) for one in self._on_tiles(self.dummy_batch))
         return self.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
 
-    def meta_pass(self) -> Tensor:
-        """A meta tensor like the images of this rank's first pass, whole images even where the mesh cuts them."""
-        return self.meta_passes()[0]
-
-    def meta_passes(self) -> tuple[Tensor, Tensor]:
+    def meta_pass(self) -> tuple[Tensor, Tensor]:
         """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
         image, target = self.prepare(self.dummy_batch)
         rows, whole = self._rows_of_a_pass(), self.dummy_batch.whole_shape
@@ -183,7 +180,7 @@ class Learner:
         loss, wants_to_stop, is_taken = 0.0, False, False
         for number, member in enumerate(turns):
             with learning(self.model, member, self.mesh.plan):
-                mean, stops, took = self._turn(Turn(member, number, self.step, self.scaler_of(member)), passes, stop)
+                mean, stops, took = self._turn(Turn(member, turns[:number], self.step, self.scaler_of(member)), passes, stop)
             self.losses |= {member: mean} if member else {}
             loss, wants_to_stop, is_taken = loss + mean, wants_to_stop or stops, is_taken or took
         if self.ema is not None and is_taken:
@@ -196,7 +193,7 @@ class Learner:
         nominal = len(self.steps.positions(self.step)) * self.losses_per_image(self.dummy_batch)
         self.optimizer.zero_grad(set_to_none=True)
         before = {name: buffer.clone() for name, buffer in self._buffers()} if self.guard.may_skip else {}
-        with nullcontext() if turn.number else self.in_passes():  # after an update a step can no longer be given up
+        with nullcontext() if turn.after else self.in_passes():  # after an update a step can no longer be given up
             loss_sum, count, wants_to_stop = self._gradients(turn, passes, stop, nominal)
         self._check(count)
         self.freezing.drop_gradients(self.model, self._epochs_done)
@@ -242,7 +239,8 @@ class Learner:
         if refusal is None:
             return True
         own = [int(i) for batch in passes if batch.samples and self.mesh.is_first_of_copy for i in batch.index]
-        refusal = replace(refusal, index=[index for part in self.mesh.gather_objects(own) for index in part])
+        index = [index for part in self.mesh.gather_objects(own) for index in part]
+        refusal = replace(refusal, index=index, member=turn.member, after=turn.after)
         if refusal.action == "stop":
             raise refused(refusal)
         self.guard.count(refusal)
@@ -293,7 +291,7 @@ class Learner:
 
         for number, batch in enumerate(passes):
             last, self.pass_number = number == len(passes) - 1, number + 1
-            if number and not turn.number:
+            if number and not turn.after:
                 self.between_passes()
             with ExitStack() as stack:
                 if not last:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from widefield.config import RunConfig
 from widefield.data.batch import Batch
 from widefield.data.transforms import seed_of
+from widefield.losses import widened
 from widefield.parallel.members import members_of, set_members
 from widefield.plans import Plan
 from widefield.tasks import Task
@@ -29,13 +30,13 @@ ONE = ("",)
 
 @dataclass(frozen=True)
 class Turn:
-    """member: the name of the module that learns; "" of a model that is one.  number: of the turn in its step, from 0.
+    """member: the name of the module that learns; "" of a model that is one.  after: those that learned before in this step.
 
     step: counted from 0.
     """
 
     member: str
-    number: int
+    after: Sequence[str]
     step: int
     scaler: torch.amp.GradScaler
 
@@ -99,10 +100,8 @@ def check_turns(config: RunConfig, task: Task, plan: Plan) -> None:
 @contextmanager
 def learning(model: nn.Module, member: str, plan: Plan) -> Iterator[None]:
     """Inside, only this member of the model takes gradients; "": all of the model does."""
-    others = [module for name, module in members_of(model).items() if member and name != member]
-    if why_gradients_are_dropped(plan) is not None:
-        others = []
-    stopped = [parameter for module in others for parameter in module.parameters() if parameter.requires_grad]
+    others = [] if why_gradients_are_dropped(plan) is not None else _of_others(model, member)
+    stopped = [parameter for parameter in others if parameter.requires_grad]
     for parameter in stopped:
         parameter.requires_grad_(False)
     try:
@@ -114,10 +113,14 @@ def learning(model: nn.Module, member: str, plan: Plan) -> Iterator[None]:
 
 def drop_gradients_of_others(model: nn.Module, member: str) -> None:
     """After the backward passes of a turn: the optimizer leaves parameters without a gradient as they are."""
-    for name, module in members_of(model).items():
-        if member and name != member:
-            for parameter in module.parameters():
-                parameter.grad = None
+    for parameter in _of_others(model, member):
+        parameter.grad = None
+
+
+def _of_others(model: nn.Module, member: str) -> list[nn.Parameter]:
+    """The parameters of the other members; [] of a model that is one."""
+    others = [module for name, module in members_of(model).items() if member and name != member]
+    return [parameter for module in others for parameter in module.parameters()]
 
 
 class Draws:
@@ -127,7 +130,7 @@ class Draws:
     """
 
     def __init__(self, batch: Batch, turn: Turn, like: Tensor) -> None:
-        self._seeds, self._like, self._drawn, self._turn = batch.seeds, like, 0, turn.number
+        self._seeds, self._like, self._drawn, self._turn = batch.seeds, like, 0, len(turn.after)
 
     def _generators(self) -> Iterator[torch.Generator]:
         self._drawn += 1
@@ -150,4 +153,4 @@ class Draws:
 def loss_of_turn(task: Any, turn: Turn, model: nn.Module, image: Tensor, target: Tensor, batch: Batch) -> Tensor:
     """The sum over this rank's samples of the loss of the member whose turn it is, in float32 or wider."""
     loss = task.turn_loss(turn.member, model, image, target, draw=Draws(batch, turn, image), step=turn.step)
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+    return widened(loss)
