@@ -91,7 +91,7 @@ def _refitted(config: RunConfig, folder: Path, world: World) -> tuple[RunConfig,
 
     ValueError: no mesh of the recipe's has so many ranks.
     """
-    if not may_change_ranks(os.environ) or not steps_in(folder / "checkpoints"):
+    if not may_change_ranks(os.environ, has_begun=bool(steps_in(folder / "checkpoints"))):
         return config, []
     found, why = refit(config, world.size)
     return found, [] if why is None else [why]

@@ -125,7 +125,7 @@ def test_steps_of_a_job_and_of_the_next_jobs_never_meet_at_the_same_port():
 
 def test_mpi_jobs_without_a_name_meet_by_their_parent():
     environment = {name: value for name, value in MPIRUN.items() if name not in mpi.JOB_NAMES}
-    program = f"import os; from widefield.launchers import mpi; print(mpi.detect({environment!r}).port)"
+    program = f"import os; from widefield.launchers import mpi; os.write(1, b'%d\\n' % mpi.detect({environment!r}).port)"
     script = f'{sys.executable} -c "$0" & {sys.executable} -c "$0"; wait'
     ports = subprocess.run(["bash", "-c", script, program], capture_output=True, text=True, check=True).stdout.split()
     assert len(ports) == 2 and ports[0] == ports[1]

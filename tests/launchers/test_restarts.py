@@ -34,7 +34,7 @@ def test_a_run_starts_again_as_often_as_it_may():
         assert asked.after(137, KILLED, ranks=2, since=0.0) == Again(2, ["train"])
         assert asked.told == f"restart {count} of 2, on 2 ranks, from the newest sound checkpoint"
         assert restart_in_words(asked.environment) == f"restart {count} of 2 on 2 ranks, since {KILLED}"
-        assert may_change_ranks(asked.environment)
+        assert may_change_ranks(asked.environment, has_begun=True)
     assert asked.after(137, KILLED, ranks=2, since=0.0) is None
     assert asked.told == "the run was restarted 2 times, as --max-restarts allows"
 
@@ -71,7 +71,13 @@ def test_devices_that_are_lost_end_a_run_that_needs_them():
 def test_torchruns_restarts_are_told_too():
     words = restart_in_words({"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3"})
     assert words == "restart 2 of 3 by torchrun"
-    assert not may_change_ranks({"TORCHELASTIC_MAX_RESTARTS": "0"}) and not may_change_ranks({})
+    assert not may_change_ranks({"TORCHELASTIC_MAX_RESTARTS": "0"}, has_begun=True) and not may_change_ranks({}, has_begun=True)
+
+
+@pytest.mark.parametrize(("count", "may"), [(0, False), (1, True)])
+def test_a_run_without_checkpoints_changes_ranks_where_it_failed_before(count, may):
+    told = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": str(count)}
+    assert may_change_ranks(told, has_begun=False) == may and may_change_ranks(told, has_begun=True)
 
 
 # ------------------------------------------------------------------------------------------------ meshes that fit

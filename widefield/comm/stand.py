@@ -31,7 +31,7 @@ _WAITING = (
 )  # fmt: skip
 """Files in which the main thread is while it waits for messages."""
 _LOADING = (os.path.join(_PACKAGE, "data") + os.sep, os.path.join(TORCH, "utils", "data") + os.sep)
-_NEXT_BATCH = (os.path.join(_PACKAGE, "training", "loop.py"), "next")
+_NEXT_BATCH = (os.path.join(_PACKAGE, "training", "passes.py"), "next")
 """The function in which a step waits for its batches."""
 _OUTER = tuple(
     os.path.join(_PACKAGE, name) for name in ("training" + os.sep, "cli" + os.sep, "run.py", "inference.py", "api.py")

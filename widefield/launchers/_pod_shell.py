@@ -18,9 +18,11 @@ FILE = "/dev/shm/widefield-statuses"
 SCRIPT = f"""\
 export {STATUSES}="${{{STATUSES}:-{FILE}}}"
 : > "${STATUSES}"
+ranks= asked= status=127 again=yes
+trap 'again=yes; if [ "$ranks" ]; then kill -TERM $ranks; else asked=yes; fi' TERM INT
 "$@" &
-ranks=$! status=127 again=yes
-trap 'again=yes; kill -TERM $ranks' TERM INT
+ranks=$!
+[ -z "$asked" ] || kill -TERM $ranks
 while [ "$again" ]; do  # a signal ends the wait, and not torchrun
   again=
   wait $ranks

@@ -96,9 +96,14 @@ def restart_in_words(environment: Mapping[str, str]) -> str | None:
     return environment.get(WHY) or f"restart {count} of {_number(environment, 'TORCHELASTIC_MAX_RESTARTS')} by torchrun"
 
 
-def may_change_ranks(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher restarts the run, and so may go on with another number of ranks."""
-    return _number(environment, "TORCHELASTIC_MAX_RESTARTS") > 0
+def may_change_ranks(environment: Mapping[str, str], *, has_begun: bool) -> bool:
+    """Whether a launcher restarts the run, and so may go on with another number of ranks.
+
+    has_begun: whether there are checkpoints.  Without them it is a restart where the launcher has counted one: of a run that
+    failed before its first.
+    """
+    name = "TORCHELASTIC_MAX_RESTARTS" if has_begun else "TORCHELASTIC_RESTART_COUNT"
+    return _number(environment, name) > 0
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -2,7 +2,8 @@
 
 assemble.py              the things that train, made of a config: dataset, model, learner, loaders
 built_model.py           the model before it is parallelized
-loop.py                  one optimizer step
+loop.py, turns.py        one optimizer step; of modules that learn by turns, several
+passes.py                the batches of a step, and the time spent waiting for them
 trainer.py               the loop around the steps: when to evaluate, save, log and stop
 batch_finder.py, learning_rate_finder.py
                          what a run looks for before its first step
