@@ -30,11 +30,15 @@ CULPRIT = 1
 
 @dataclass(frozen=True)
 class HangCase:
-    """fault: what befalls rank 1.  words: what is then said of it.  ends: whether the run ends for it."""
+    """fault: what befalls rank 1.  words: what is then said of it.  ends: whether the run ends for it.
+
+    status: with which rank 1 then ends; 2 where the user has to change something.
+    """
 
     fault: str
     words: tuple[str, ...]
     ends: bool = True
+    status: int = 1
 
 
 CASES = {
@@ -50,7 +54,9 @@ CASES = {
         "step=4 phase=forward kind=deadlock", ("1 of 2 ranks has not arrived: rank 1 ", "receive")
     ),
     "stalled loader": HangCase("step=4 phase=data kind=delay seconds=80", ("has not arrived: rank 1 waits for its data at ",)),
-    "out of memory on one rank": HangCase("step=4 phase=forward kind=out_of_memory", ("rank 1 failed: ", "memory")),
+    "out of memory on one rank": HangCase(
+        "step=4 phase=forward kind=out_of_memory", ("rank 1 ", "can't allocate memory"), status=2
+    ),
 }
 LATER = {
     "wrong operation, later": HangCase("step=5 phase=collective kind=wrong_operation", ("rank 1",)),

@@ -9,8 +9,9 @@ pytestmark = pytest.mark.alone
 
 MOST_SECONDS = HANG_SECONDS + 15.0
 """On a machine at a load of 10; benchmarks/results/watch.json has the seconds on a quiet one."""
-IN_CI = [("missing rank", "data"), ("wrong operation", "space"), ("straggler", "data"), ("deadlocked point-to-point", "stage"),
-         ("stalled loader", "channel")]  # fmt: skip
+IN_CI = [("missing rank", "data"), ("wrong operation", "space"), ("wrong operation", "fully_shard"), ("straggler", "data"),
+         ("deadlocked point-to-point", "stage"), ("stalled loader", "channel"),
+         ("out of memory on one rank", "data")]  # fmt: skip
 REST = [(what, plan) for what in CASES for plan in PLANS if (what, plan) not in IN_CI]
 
 
@@ -19,6 +20,6 @@ def test_what_holds_up_a_run_is_found_and_named_and_all_ranks_end(tmp_path, what
     seen = see(what, plan, tmp_path)
     assert seen.named, seen
     if CASES[what].ends:
-        assert seen.statuses == (3, 1) and seen.seconds < MOST_SECONDS, seen
+        assert seen.statuses == (3, CASES[what].status) and seen.seconds < MOST_SECONDS, seen
     else:
         assert seen.statuses == (0, 0), seen

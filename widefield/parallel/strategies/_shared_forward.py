@@ -15,8 +15,8 @@ from __future__ import annotations
 import datetime
 import warnings
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,7 @@ class SharedForward:
         """The modes in which a forward has run on rows.  Until then an error means that the model cannot run on them."""
         self.gives_sums = False
         """Whether the last forward on rows returned a result of the whole batch."""
+        self.is_probing = False
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """The output of `run(*args, **kwargs)`, the forward of `model`, for this copy's samples of the whole batch."""
@@ -87,14 +88,18 @@ class SharedForward:
         return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
 
     def _run_to_end(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, then `on_end`, also after an error."""
+        """Run the forward, then `on_end`; after an error too, so that other ranks hear of it.
+
+        A run's watch tells them at once, wherever they wait; but in a probe they go on, and expect to be told here.
+        """
         try:
             output = run(*args, **kwargs)
         except RanksDiverged:
             raise
         except Exception:
-            with suppress(RanksDiverged):  # the error of the forward says more
-                self.on_end("an error")
+            if self.mesh.watch is None or self.is_probing:
+                with suppress(RanksDiverged):  # the error of the forward says more
+                    self.on_end("an error")
             raise
         self.on_end("the end of the forward")
         return output
@@ -105,7 +110,8 @@ class SharedForward:
         """Find out whether samples interact, by running the model on this copy alone and on rows; then restore its state."""
         before = ForwardState(model)
         failed: Exception | None = None
-        with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # hide hooks around, which count saved tensors
+        hidden = torch.autograd.graph.saved_tensors_hooks(torch.detach, _same)  # hides hooks around, which count saved tensors
+        with self._while_probing(), hidden:
             try:
                 output = run(*args, **kwargs)
             except Exception as error:
@@ -118,6 +124,14 @@ class SharedForward:
             before.restore()
             self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
             before.restore()
+
+    @contextmanager
+    def _while_probing(self) -> Iterator[None]:
+        self.is_probing = True
+        try:
+            yield
+        finally:
+            self.is_probing = False
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[list[int] | None]:
         """For each dim of each output, how many entries may belong to a sample, from the outputs of each copy alone.
