@@ -61,7 +61,15 @@ def test_cocos_x_y_width_height_become_corners_and_ids_numbers(tmp_path):
     assert first.tolist() == [[2.5, 3, 12.5, 23, 1, 0, 77.5]] and none.shape == (0, 7)
     assert crowd.tolist() == [[0, 0, 60, 40, 0, 1, 2400]]
     assert "8 boxes" not in dataset.about and "4 boxes, 2 boxes without an area left out, the first of 2.png" in dataset.about
-    assert dataset.train.name_of(0) == str(tmp_path / "train2017/0.png")
+    assert dataset.train.name_of(0) == str(tmp_path / "train2017/0.png") and dataset.class_ids == (1, 3)
+
+
+def test_other_ids_of_the_same_names_are_refused(tmp_path):
+    coco_file(tmp_path / "train.json", DOG)
+    coco_file(tmp_path / "val.json", {**DOG, "category_id": 5}, categories=((1, "cat"), (5, "dog")))
+    save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"have other categories; let both have the same, with the same ids"):
+        opened("coco", tmp_path)
 
 
 def test_one_file_is_split_and_roboflows_folders_are_found(tmp_path):

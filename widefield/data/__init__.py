@@ -84,6 +84,8 @@ class Dataset:
     """Of how many files an image is, CASE_0000 and so on, one per channel; 0: of one, of any name."""
     scale: int = 1
     """Of targets that are images: how many of their pixels an image's pixel is, along each dim."""
+    class_ids: tuple[int, ...] | None = None
+    """What the data set itself numbers its classes by, as COCO's categories from 1 to 90; None: 0, 1, ..."""
 
     @property
     def pixels(self) -> bool:

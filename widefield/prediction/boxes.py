@@ -1,7 +1,8 @@
 """Answers that are boxes: for each image the file NAME.geojson, and for all of them coco_results.json.
 
 coco_results.json is what COCO's evaluation reads: image_id is the number that the file's name is, or else that name without its
-suffix; category_id is the number of the class, from 0 in the order of the run's classes, whose name stands beside it.
+suffix; category_id is the data set's own number of the class, as in COCO's files, or else its place among the run's classes,
+from 0, and category_name its name.
 Boxes are those of the image as it is in its file, also where data.read_evaluate moves or resizes it.  GeoJSON has them in the
 coordinates of the image's own system where the file has a place in the world, and else in pixels.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,15 +71,15 @@ def _place(path: Path) -> Georeference | None:
     return None if image is None else place_of(image.info)
 
 
-def write_coco_results(folder: Path, done: Sequence[Done], classes: Sequence[str]) -> Path:
-    """Write coco_results.json of all answers; returns its path.  OSError: the disk refuses it."""
+def write_coco_results(folder: Path, done: Sequence[Done], ids: Mapping[str, int]) -> Path:
+    """Write coco_results.json of all answers; returns its path.  ids: of classes, by name.  OSError: the disk refuses it."""
     rows: list[dict[str, Any]] = []
     for line in done:
         answer, stem = line["answer"], Path(line["name"]).name
         for box, name, score in zip(answer.get("boxes") or [], answer["classes"], answer["probabilities"], strict=True):
             x1, y1, x2, y2 = box
             rows.append({
-                "image_id": int(stem) if stem.isdecimal() else stem, "category_id": list(classes).index(name),
+                "image_id": int(stem) if stem.isdecimal() else stem, "category_id": ids[name],
                 "category_name": name, "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score,
             })  # fmt: skip
     path = folder / COCO_RESULTS

@@ -100,7 +100,8 @@ class Filing:
         def write() -> Path:
             done = journals.read_journal(self.folder).in_order()
             if dataset.labels == "boxes":
-                write_coco_results(self.folder, done, dataset.classes)
+                ids = dataset.class_ids or range(len(dataset.classes))
+                write_coco_results(self.folder, done, dict(zip(dataset.classes, ids, strict=True)))
             return write_tables(self.folder, done, about, labels=dataset.labels, classes=dataset.classes)
 
         mesh.together(lambda: None)  # all ranks have noted all of theirs

@@ -5,8 +5,8 @@ train/_annotations.coco.json, train/*.jpg, valid/_annotations.coco.json, valid/*
 boxes.json                             one file as data.path, which data.hold_out or data.fold splits
 
 An image is looked for beside its JSON file, in `images` there, and in the folder of the split.  Classes are the categories in
-the order of their ids, numbered from 0.  A crowd (iscrowd) is not learned and not counted; `area` decides what is small.  Boxes
-without width or height are left out, and told.
+the order of their ids, numbered from 0; predictions have the ids again.  A crowd (iscrowd) is not learned and not counted;
+`area` decides what is small.  Boxes without width or height are left out, and told.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,14 @@ def open_dataset(
     extra = [] if images is None else [base / images]
     trees = [_tree(file) for file in found]
     names = [_categories(tree, file) for tree, file in zip(trees, found, strict=True)]
-    if any(list(one.values()) != list(names[0].values()) for one in names):
+    if any(list(one.items()) != list(names[0].items()) for one in names):
         raise ValueError(f"{found[0]} and {found[1]} have other categories; let both have the same, with the same ids")
     odd: list[str] = []
     sides = [_images(tree, file, base, extra, list(names[0]), odd) for tree, file in zip(trees, found, strict=True)]
     about: Tree = {"source": str(root), "classes": list(names[0].values()), "channels": channels, "group": group}
     more = [f"{len(odd)} boxes without an area left out, the first of {odd[0]}"] if odd else []
-    return dataset_of_boxes(sides[-1], config, train=sides[0] if len(sides) == 2 else None, more=more, **about)
+    dataset = dataset_of_boxes(sides[-1], config, train=sides[0] if len(sides) == 2 else None, more=more, **about)
+    return replace(dataset, class_ids=tuple(names[-1]))
 
 
 def _annotation_files(root: Path, train: str | None, evaluate: str | None) -> list[Path]:
