@@ -118,12 +118,11 @@ def open_dataset(
 ) -> Dataset:
     """Scenes to train on and to evaluate.
 
-    pairs: the input is a map of the classes in their colours and the target the scene as a picture, red, green and blue of 8
-        bits each, for image to image.
-
     size: height and width of a scene.  scenes: how many to train on and to evaluate.  feature_px: the size of lakes and woods.
     slant: of the width, 0 to 0.4, how far the scanned strip moves from the first row to the last; 0: no pixel is nodata.
     seed: of the scenes, independent of the run's.
+    pairs: the input is a map of the classes in their colours and the target the scene as a picture, red, green and blue of 8
+        bits each, for image to image.
     ValueError: options out of range; data.path or data.hold_out is set.
     """
     if config.path is not None or config.hold_out is not None:
