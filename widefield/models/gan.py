@@ -49,11 +49,15 @@ class OfJoined(nn.Module):
 class PatchDiscriminator(nn.Module):
     """Scores of overlapping patches, of 70 x 70 pixels with three strides (Isola et al. 2017, arXiv:1611.07004).
 
-    Gives the features of all layers in a list, the scores (B, 1, *pixels) last.
+    Gives the features of all layers in a list, the scores (B, 1, *pixels) last; without `features` the scores alone, so that no
+    map of the image's size leaves a stream.
     """
 
-    def __init__(self, in_channels: int, *, width: int, strides: int, spectral: bool, normalized: bool, dims: int) -> None:
+    def __init__(
+        self, in_channels: int, *, width: int, strides: int, spectral: bool, normalized: bool, features: bool, dims: int
+    ) -> None:
         super().__init__()
+        self.has_features = features
         widths = [in_channels, *(width * 2 ** min(level, 3) for level in range(strides + 1)), 1]
         steps: list[nn.Module] = []
         for level, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
@@ -71,7 +75,7 @@ class PatchDiscriminator(nn.Module):
         for step in self.steps:
             image = step(image)
             features.append(image)
-        return features
+        return features if self.has_features else features[-1:]
 
 
 class MultiscaleDiscriminator(nn.Module):
@@ -139,7 +143,8 @@ def build(
     """num_classes: channels of the images that are made.
 
     generator_options: of pix2pixhd width, blocks, strides.
-    discriminator_options: width, strides, spectral (spectral norms), normalized (instance norms) and, of multiscale, scales.
+    discriminator_options: width, strides, spectral (spectral norms), normalized (instance norms), features (whether it gives
+        those of all layers, which task.options.feature_matching compares) and, of multiscale, scales.
     ValueError: no such module, or options that it does not take.
     """
     check_dims(dims)
@@ -161,7 +166,7 @@ def _discriminator(name: str, options: dict[str, Any], in_channels: int, dims: i
         if not isinstance(made, nn.Module):
             raise ValueError(f"model.options.discriminator={name} gives a {type(made).__name__}; a torch.nn.Module is wanted")
         return made if _takes_several(made) else OfJoined(made)
-    defaults = {"width": 64, "strides": 3, "spectral": False, "normalized": True}
+    defaults = {"width": 64, "strides": 3, "spectral": False, "normalized": True, "features": True}
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "patch": (PatchDiscriminator, defaults),
         "multiscale": (MultiscaleDiscriminator, defaults | {"scales": 2}),

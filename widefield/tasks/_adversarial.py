@@ -95,7 +95,8 @@ def apart(made: list[list[Tensor]], real: list[list[Tensor]]) -> Tensor:
     if not all(len(features) > 1 for features in made):
         raise ValueError(
             "task.options.feature_matching compares the discriminator's features and it gives scores alone; take one that "
-            "gives lists of features with the scores last (patch, multiscale), or leave feature_matching out"
+            "gives lists of features with the scores last (patch, multiscale, with features: true), or leave "
+            "feature_matching out"
         )
     pairs = [pair for one, other in zip(made, real, strict=True) for pair in zip(one[:-1], other[:-1], strict=True)]
     # l1_loss saves what it is given and no difference
