@@ -169,7 +169,7 @@ def main() -> None:
     arguments.add_argument("--kills", type=int, default=50)
     arguments.add_argument("--moves", type=int, default=12, help="of the 12 pairs of 1 to 4 ranks")
     arguments.add_argument("--plans", type=int, default=len(PLANS), help="the first so many plans")
-    arguments.add_argument("--precision", default="float32", help="of the moves")
+    arguments.add_argument("--precision", default="float64", help="of the moves: AdamW grows float32 rounding")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--output", type=Path, default=HERE / "results" / "recovery.json")
     asked = arguments.parse_args()
