@@ -45,8 +45,8 @@ class Refused(Exception):
     """The reader said in words that it does not read the input."""
 
 
-class Hangs(Exception):
-    """The time is up."""
+class Hangs(BaseException):
+    """The time is up; no Exception, for libraries catch these and go on."""
 
 
 def outcome_of(subject: Subject, seed: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,21 +66,40 @@ def read_tags(path: Path, wanted: Collection[int] = ()) -> Values:
 
 def check_chain(path: Path) -> None:
     """ValueError: an image in a TIFF says that another follows, which is not in the file.  Readers would show fewer."""
+    for number, (place, is_there, size) in enumerate(_images(path), start=1):
+        if not is_there:
+            raise ValueError(f"image {number} would begin at byte {place}, and the file has {size}: it is cut short")
+
+
+def check_end(path: Path) -> None:
+    """ValueError: an image in a TIFF says that one of those before follows.  Readers would go round without an end."""
+    for _ in _images(path):
+        pass
+
+
+def _images(path: Path) -> Iterator[tuple[int, bool, int]]:
+    """The byte at which each image begins, whether it is in the file, and the file's bytes.  ValueError: they form a ring."""
     with path.open("rb") as file:
         start = file.read(16)
         size, order, big = file.seek(0, 2), ">" if start[:1] == b"M" else "<", start[:4] in (b"II+\0", b"MM\0+")
         head, entry_bytes, field = ("Q", 20, "Q") if big else ("H", 12, "I")
         (place,) = struct.unpack_from(order + field, start, 8 if big else 4)
         known: set[int] = set()
-        while place and place not in known:
+        while place:
+            if place in known:
+                raise ValueError(
+                    f"behind its image {len(known)} follows the one at byte {place}, which was there before: they have no end"
+                )
             known.add(place)
             following = place
             if place < size:
                 file.seek(place)
                 (count,) = struct.unpack(order + head, file.read(struct.calcsize(head)).ljust(struct.calcsize(head), b"\xff"))
                 following = place + struct.calcsize(head) + entry_bytes * count
-            if following + struct.calcsize(field) > size:
-                raise ValueError(f"image {len(known)} would begin at byte {place}, and the file has {size}: it is cut short")
+            is_there = following + struct.calcsize(field) <= size
+            yield place, is_there, size
+            if not is_there:
+                return
             file.seek(following)
             (place,) = struct.unpack(order + field, file.read(struct.calcsize(field)))
 

@@ -21,7 +21,7 @@ from widefield.image_files.formats._tiff_examples import EXAMPLES
 from widefield.image_files.image_file import Array, ImageFile
 from widefield.image_files.info import ImageInfo, Level
 from widefield.image_files.orientation import stored_box, swaps, upright
-from widefield.image_files.tags import check_chain, check_values, is_tiff
+from widefield.image_files.tags import check_chain, check_end, check_values, is_tiff
 from widefield.image_files.tiff_pages import PageOrder, PageReader, page_order
 
 NAME = "TIFF"
@@ -104,6 +104,8 @@ def _opened(path: Path) -> tuple[Any, list[PageReader]]:
 
     file = tifffile.TiffFile(path)
     try:
+        if not file.is_ndpi:  # whose places have 64 bits, in two parts
+            check_end(path)  # before tifffile looks for all of them
         if file.is_ome and file.ome_metadata:
             facts.ome_of(file.ome_metadata)  # before tifffile believes its numbers
         series = file.series[0]
