@@ -130,6 +130,12 @@ def test_hyperparameters_are_the_configs_and_not_the_checkpoints():
     assert again.param_groups[0]["betas"] == (0.5, 0.6) and again.param_groups[0]["weight_decay"] == 0.3
 
 
+def test_a_state_that_lacks_a_part_is_refused():
+    model = net()
+    with pytest.raises(ValueError, match=r"state of the optimizer has no 'kind'; take the checkpoint from where it was"):
+        load_optimizer_state(model, optimizer_of("adamw", model), {"parameters": {}, "groups": {}})
+
+
 def test_lambs_step_counter_comes_back_for_every_number_of_groups():
     """timm keeps it in the groups; a group without it would begin bias correction anew."""
     model = net()

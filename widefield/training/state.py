@@ -34,9 +34,14 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Neste
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Nested) -> None:
     """Load what `optimizer_state` returned, with full tensors, also unread ones, of which this rank takes its shards.
 
-    ValueError: the state is of another optimizer class, or of parameters that the model does not have.
+    ValueError: the state lacks a part, is of another optimizer class, or of parameters that the model does not have.
     """
-    kind = type(optimizer).__name__
+    kind, lacks = type(optimizer).__name__, sorted({"kind", "parameters", "groups"} - set(state))
+    if lacks:
+        raise ValueError(
+            f"the checkpoint's state of the optimizer has no '{lacks[0]}'; take the checkpoint from where it was written, or "
+            "delete it"
+        )
     if state["kind"] != kind:
         raise ValueError(
             f"the checkpoint is of another optimizer, {state['kind']}, and this run asks for {kind}; set optimizer.name back, "
