@@ -1,0 +1,201 @@
+"""When do workers read from servers and push to them?  Asynchronous with or without a bound, and synchronous.
+
+A worker's ports and a server's send one message at a time and receive one at a time.  A message that was sent arrives, also
+when its sender dies in the meantime; what a worker had not sent is lost, and its batch is given out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from widefield.agreement.run_times import QueuedTimes
+from widefield.agreement.server import ParameterServer, StalenessClocks
+
+
+@dataclass
+class ServerTimes(QueuedTimes):
+    """What both kinds of server have in common.  sizes: bytes of each part, 0 in shared memory.
+
+    received: by worker, which parts it has read for its next gradient.  flying: parts of gradients on their way.
+    """
+
+    way: ParameterServer = field(default_factory=ParameterServer)
+    sizes: tuple[int, ...] = (0,)
+    received: dict[int, set[int]] = field(default_factory=dict)
+    busy_until: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    flying: int = 0
+
+    def is_done(self) -> bool:
+        return self.account.is_complete and not self.flying
+
+    def begin(self, worker: int) -> None:
+        self.received[worker] = set()
+        for part in range(len(self.sizes)):
+            self.ask(worker, part)
+
+    def ask(self, worker: int, part: int) -> None:
+        raise NotImplementedError
+
+    def arrived(self, worker: int, part: int, number: int, is_alive: bool) -> None:
+        raise NotImplementedError
+
+    def came_back(self, worker: int) -> None:
+        self.tell(self.queue.now, "join", worker)
+        self.begin(worker)
+
+    def answer(self, worker: int, part: int) -> None:
+        """The server sends a part of its weights as they are now."""
+        self.tell(self.queue.now, "read", worker, part=part, bytes=self.sizes[part])
+        seconds = self._message(("server", part), ("worker", worker), self.sizes[part], worker)
+        self.after(seconds, worker, self._has_read, part)
+
+    def _has_read(self, worker: int, part: int) -> None:
+        self.received[worker].add(part)
+        if len(self.received[worker]) == len(self.sizes):
+            self.take_up(worker)
+
+    def computed(self, worker: int, batch: tuple[int, ...], seconds: float) -> None:
+        number, now = self.new_gradient(), self.queue.now
+        self.tell(now, "gradient", worker, samples=batch, numbers=(number,), seconds=seconds, bytes=sum(self.sizes))
+        self.account.learned(worker, by_all=True)
+        self.received[worker] = set()
+        for part, size in enumerate(self.sizes):
+            self.flying += 1
+            self._deliver(worker, part, number, self._message(("worker", worker), ("server", part), size, worker))
+
+    def _deliver(self, worker: int, part: int, number: int, seconds: float) -> None:
+        life = self.lives[worker]
+
+        def arrive() -> None:
+            self.flying -= 1
+            self.arrived(worker, part, number, self.lives[worker] == life)
+
+        self.queue.at(self.queue.now + seconds, arrive)
+
+    def _message(self, sender: tuple[str, int], hearer: tuple[str, int], size: int, worker: int) -> float:
+        """Seconds until a message that is sent now has arrived; both ports are busy with it."""
+        out, into = ("out", *sender), ("into", *hearer)
+        begins = max(self.queue.now, self.busy_until.get(out, 0.0), self.busy_until.get(into, 0.0))
+        ends = begins + self.durations.transfer(size)
+        self.busy_until[out] = self.busy_until[into] = ends
+        return ends - self.queue.now + self.durations.latency(worker)
+
+
+@dataclass
+class AsynchronousTimes(ServerTimes):
+    """Each part updates with each gradient as it comes, and answers at once, or when the bound allows.
+
+    waiting: by part, who has asked and may not read yet, in the order in which they came.
+    """
+
+    clocks: list[StalenessClocks] = field(default_factory=list)
+    waiting: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.clocks = [StalenessClocks(self.way.bound) for _ in self.sizes]
+        self.waiting = [[] for _ in self.sizes]
+        for worker in self.living:
+            self._enter(worker)
+
+    def _enter(self, worker: int) -> None:
+        for clocks in self.clocks:
+            clocks.enter(worker)
+
+    def begin(self, worker: int) -> None:
+        if worker not in self.clocks[0].clocks:
+            self._enter(worker)
+        super().begin(worker)
+
+    def ask(self, worker: int, part: int) -> None:
+        self.waiting[part].append(worker)
+        self._answer_those_who_may(part)
+
+    def _answer_those_who_may(self, part: int) -> None:
+        may = [worker for worker in self.waiting[part] if self.clocks[part].may_read(worker)]
+        self.waiting[part] = [worker for worker in self.waiting[part] if worker not in may]
+        for worker in may:
+            self.answer(worker, part)
+
+    def arrived(self, worker: int, part: int, number: int, is_alive: bool) -> None:
+        self.tell(self.queue.now, "push", worker, part=part, numbers=(number,))
+        if is_alive:
+            self.clocks[part].advance(worker)
+            self.ask(worker, part)
+        self._answer_those_who_may(part)
+
+    def found_nothing(self, worker: int) -> None:
+        for part, clocks in enumerate(self.clocks):
+            clocks.leave(worker)
+            self.waiting[part] = [one for one in self.waiting[part] if one != worker]
+        for part in range(len(self.sizes)):
+            self._answer_those_who_may(part)
+
+    def left(self, worker: int) -> tuple[int, ...]:
+        self.found_nothing(worker)
+        return self.account.lose(worker)
+
+
+@dataclass
+class SynchronousTimes(ServerTimes):
+    """A step with the gradients of all who have a batch, or of the first `needed`; those of older weights are dropped.
+
+    on_way: gradients that are not all there: (worker, life, batch, version, parts that came).  here: those for the next step.
+    versions: by worker, of the weights that it has read.
+    """
+
+    version: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+    on_way: dict[int, tuple[int, int, tuple[int, ...], int, set[int]]] = field(default_factory=dict)
+    here: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def is_done(self) -> bool:
+        return super().is_done() and not self.here
+
+    def begin(self, worker: int) -> None:
+        self.versions[worker] = self.version
+        super().begin(worker)
+
+    def ask(self, worker: int, part: int) -> None:
+        self.answer(worker, part)
+
+    def computed(self, worker: int, batch: tuple[int, ...], seconds: float) -> None:
+        self.on_way[self.gradients] = (worker, self.lives[worker], batch, self.versions[worker], set())
+        super().computed(worker, batch, seconds)
+
+    def arrived(self, worker: int, part: int, number: int, is_alive: bool) -> None:
+        _, life, batch, version, came = self.on_way[number]
+        came.add(part)
+        if len(came) < len(self.sizes):
+            return
+        del self.on_way[number]
+        if version == self.version:
+            self.here[number] = (worker, life)
+            self._step_if_enough()
+        else:
+            self.tell(self.queue.now, "drop", worker, samples=batch, numbers=(number,))
+            self.account.hand_back(batch)
+            if is_alive:
+                self.begin(worker)
+            self.wake()
+
+    def _step_if_enough(self) -> None:
+        """Step once enough gradients are here, or nobody is left who could bring one."""
+        have = {worker for worker, life in self.here.values() if self.lives[worker] == life}
+        others = [worker for worker in self.living if worker not in have and worker not in self.parked]
+        if not self.here or (others and len(self.here) < self.way.needed(self.count)):
+            return
+        numbers = sorted(self.here, key=lambda number: (self.here[number][0], number))
+        self.tell(self.queue.now, "reduce", *(self.here[number][0] for number in numbers), numbers=tuple(numbers))
+        self.version += 1
+        self.here.clear()
+        for worker in sorted(have):
+            self.begin(worker)
+
+    def found_nothing(self, worker: int) -> None:
+        self._step_if_enough()
+
+    def left(self, worker: int) -> tuple[int, ...]:
+        samples = self.account.lose(worker)
+        self._step_if_enough()
+        return samples
