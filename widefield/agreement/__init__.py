@@ -7,8 +7,8 @@
     gossip          means with a few others: D-PSGD, push-sum (SGP, overlapped SGP), AD-PSGD, periodic global averages
     server          parameter servers: synchronous, with backup workers, asynchronous, bounded staleness, DC-ASGD, Hogwild
 
-A simulator runs them in virtual time, in one process, from a seed.  Times do not depend on weights, so it first writes the log of
-all events and then computes the numbers from it; a log gives the same bits whenever it is replayed.
+A simulator runs them in virtual time, in one process, from a seed.  Times do not depend on weights, so it first writes the log
+of all events and then computes the numbers from it; a log gives the same bits whenever it is replayed.
 
     workers         how long workers compute, how they are connected, who is slow, dies and comes back
     events          the log, and the queue of what is to come
@@ -19,8 +19,8 @@ all events and then computes the numbers from it; a log gives the same bits when
     measures        loss, staleness, consensus distance, bytes, idle time, speed
     simulator       `simulate`, `simulate_times` (a log without numbers), `replay`
 
-Only all_reduce, and what its tests show to be equal to it, computes one device's numbers.  The others give that up for speed, so
-they have to be asked for by name.
+Only all_reduce, and what the tests show to be equal to it, computes one device's numbers.  The others give that up for speed,
+so they have to be asked for by name.
 """
 
 from widefield.agreement.all_reduce import AllReduce

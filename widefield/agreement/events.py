@@ -1,7 +1,7 @@
 """The log of a run: what happened when, from which the run is computed again bit for bit; and the queue of what is to come.
 
-Times do not depend on weights.  So a run has two halves: its times (round_times.py, pair_times.py, server_times.py) make the log,
-and its numbers (peers.py, servers.py) are a function of the log.
+Times do not depend on weights.  So a run has two halves: its times (round_times.py, pair_times.py, server_times.py) make the
+log, and its numbers (peer_weights.py, server_weights.py) are a function of the log.
 
 A kind of event, and what it does to the numbers:
 
@@ -65,8 +65,9 @@ class Event:
     def from_json(cls, line: str) -> Event:
         """Read what `to_json` wrote.  ValueError: a line that is none."""
         try:
-            tree = json.loads(line)
-            event = cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()})
+            tree: dict[str, Any] = json.loads(line)
+            fields_of: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in tree.items()}
+            event = cls(**fields_of)
         except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"not an event of a log: {line[:80]!r} ({error}); a log is read as it was written") from None
         if event.kind not in KINDS:
@@ -78,8 +79,7 @@ class Event:
 class EventLog:
     """All events in the order in which they happen, and of what run.
 
-    way: how workers agree, in words; a log is replayed with the same.  size: bytes of all weights.
-    seconds: when the run ended.
+    way: how workers agree, in words; a log is replayed with the same.  numel: how many weights.  seconds: when the run ended.
     """
 
     way: str

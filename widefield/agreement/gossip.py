@@ -1,11 +1,11 @@
 """Workers average with a few others at a time, and nobody with all.
 
-    D-PSGD        x_i' = sum_j W[i, j] (x_j - r g_j), with a doubly stochastic W                 Lian et al. 2017, arXiv:1705.09056
-    SGP           the same with a column stochastic W; x and a mass are mixed, and x / mass
-                  are the weights (push-sum)                                                      Assran et al. 2019, arXiv:1811.10792
-    overlapped    a message arrives `delay` mixes later, while the worker goes on                 the same paper
-    Gossip-PGA    every `global_period` steps the mean over all instead of a mix                  Chen et al. 2021, arXiv:2105.09080
-    AD-PSGD       no rounds: a worker averages with one other whenever it has a gradient          Lian et al. 2018, arXiv:1710.06952
+    D-PSGD        x_i' = sum_j W[i, j] (x_j - r g_j), with a doubly stochastic W        Lian et al. 2017, arXiv:1705.09056
+    SGP           the same with a column stochastic W; x and a mass are mixed, and
+                  x / mass are the weights (push-sum)                                   Assran et al. 2019, arXiv:1811.10792
+    overlapped    a message arrives `delay` mixes later, while the worker goes on       the same paper
+    Gossip-PGA    every `global_period` steps the mean over all instead of a mix        Chen et al. 2021, arXiv:2105.09080
+    AD-PSGD       no rounds: a worker with a gradient averages with one other           Lian et al. 2018, arXiv:1710.06952
 
 D-PSGD's paper mixes first and takes the step, with the gradient at the unmixed weights, afterwards; `combines_first` does that.
 Then the message can travel while the gradient is computed; on the complete graph it is no all-reduce, as gradients are of
@@ -42,7 +42,7 @@ def pairwise_mean(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PushSum:
-    """A worker's part in push-sum.  value: its weights times its mass.  The masses of all, with those on their way, sum to n."""
+    """A worker's part in push-sum.  value: its weights times its mass.  Masses, with those on their way, sum to n."""
 
     value: Tensor
     mass: float = 1.0
@@ -87,8 +87,8 @@ class Gossip:
             )
         if self.global_period is not None and (self.global_period < 1 or self.delay):
             raise ValueError(
-                f"an average over all every {self.global_period} steps, with messages that are {self.delay} steps on their way; "
-                "take a period of 1 or more, and no delay"
+                f"an average over all every {self.global_period} steps, with messages that are {self.delay} steps on their "
+                "way; take a period of 1 or more, and no delay"
             )
         if self.combines_first and self.push_sum:
             raise ValueError("push-sum takes its step before it mixes; leave combines_first out, or push_sum")
@@ -100,8 +100,8 @@ class Gossip:
             raise ValueError(f"the mixing graph {graph.name} is of {graph.workers} workers and {workers} are alive")
         if not self.push_sum and not graph.is_doubly_stochastic:
             raise ValueError(
-                f"the mixing graph {graph.name} does not keep the mean of the weights, since its rows do not sum to 1; set push_sum, "
-                "or make it of metropolis_weights"
+                f"the mixing graph {graph.name} does not keep the mean of the weights, since its rows do not sum to 1; set "
+                "push_sum, or make it of metropolis_weights"
             )
         return graph
 
@@ -136,8 +136,8 @@ def _sides(edges: Tensor, name: str) -> dict[int, int]:
                 to_do.append(other)
             elif sides[other] == sides[one]:
                 raise ValueError(
-                    f"workers {one} and {other} of the graph {name} are on one side of a circle of odd length, where pairs could "
-                    "wait for each other without end; take a bipartite graph, as a ring of an even number"
+                    f"workers {one} and {other} of the graph {name} are on one side of a circle of odd length, where pairs "
+                    "could wait for each other without end; take a bipartite graph, as a ring of an even number"
                 )
     if len(sides) < len(edges):
         lost = min(set(range(len(edges))) - set(sides))

@@ -64,8 +64,8 @@ def _refuse_unless_column_stochastic(matrix: Tensor, what: str, workers: int) ->
         column = int(off.argmax())
         raise ValueError(
             f"{what} keeps no sum: its least entry is {float(matrix.min()):.6g} and column {column} sums to "
-            f"{float(matrix[:, column].sum()):.6g}, where entries of 0 or more that sum to 1 are needed; metropolis_weights and "
-            "push_weights make such matrices of any graph"
+            f"{float(matrix[:, column].sum()):.6g}, where entries of 0 or more that sum to 1 are needed; metropolis_weights "
+            "and push_weights make such matrices of any graph"
         )
 
 

@@ -1,7 +1,7 @@
 """When does which pair average?  AD-PSGD: an active worker with a gradient asks a passive one, which answers one at a time.
 
-While two exchange weights nobody changes them: the active one waits, and a step of the passive one comes after the exchange.  So
-no update is lost.  Only active workers wait, and only for passive ones, so nobody waits in a circle.
+While two exchange weights nobody changes them: the active one waits, and a step of the passive one comes after the exchange.
+So no update is lost.  Only active workers wait, and only for passive ones, so nobody waits in a circle.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from widefield.agreement.all_reduce import AllReduce, weighted_mean
-from widefield.agreement.descent import DescentState
+from widefield.agreement.descent import Descent, DescentState
 from widefield.agreement.events import Event
 from widefield.agreement.gossip import Gossip, PairwiseGossip, PushSum, mixed, pairwise_mean, push_sum
 from widefield.agreement.objectives import Objective
@@ -52,15 +52,14 @@ class PeerWeights:
         self.offered: dict[int, Tensor] = {}
         self.agreed = objective.start
         """The weights that all last agreed on, of which outer steps go out."""
-        self.outer_state = (
-            DescentState(way.outer) if isinstance(outer := getattr(way, "outer", None), type(way.descent)) else None
-        )
+        outer = way.outer if isinstance(way, PeriodicAveraging) else None
+        self.outer_state = DescentState(outer) if isinstance(outer, Descent) else None
         self.velocity: Tensor | None = None
         self.learned = 0
         self.does: dict[str, Callable[[Event], None]] = {
-            "read": self._read, "gradient": self._gradient, "reduce": self._reduce, "step": self._step, "average": self._average,
-            "outer": self._outer, "send": self._send, "mix": self._mix, "offer": self._offer, "pair": self._pair,
-            "die": self._die, "join": self._join,
+            "read": self._read, "gradient": self._gradient, "reduce": self._reduce, "step": self._step,
+            "average": self._average, "outer": self._outer, "send": self._send, "mix": self._mix, "offer": self._offer,
+            "pair": self._pair, "die": self._die, "join": self._join,
         }  # fmt: skip
 
     def apply(self, event: Event) -> None:

@@ -1,13 +1,14 @@
 """Workers train by themselves and average their weights now and then: local SGD and what was made of it.
 
-    local SGD         the mean of the weights every `period` steps                             Stich 2019, arXiv:1805.09767
-    post-local SGD    every step at first, every `period` steps later                          Lin et al. 2020, arXiv:1808.07217
-    hierarchical      within groups more often than among all                                  the same paper
-    SlowMo            momentum over the means: x' = x - a r u, u = b u + (x - mean) / r        Wang et al. 2020, arXiv:1910.00643
-    DiLoCo            an outer optimizer, whose gradient is x - mean                           Douillard et al. 2023, arXiv:2311.08105
+    local SGD        the mean of the weights every `period` steps                     Stich 2019, arXiv:1805.09767
+    post-local SGD   every step at first, every `period` later                        Lin et al. 2020, arXiv:1808.07217
+    hierarchical     within groups more often than among all                          the same paper
+    SlowMo           momentum over the means: x' = x - a r u, u = b u + (x - mean) / rWang et al. 2020, arXiv:1910.00643
+    DiLoCo           an outer optimizer, whose gradient is x - mean                   Douillard et al. 2023, arXiv:2311.08105
 
-x are the weights that all agreed on last, r is the workers' learning rate.  A mean counts each worker as often as it had samples
-since the last one, as in federated averaging (McMahan et al. 2017, arXiv:1602.05629); with equal batches that is the plain mean.
+x are the weights that all agreed on last, r is the workers' learning rate.  A mean counts each worker as often as it had
+samples since all last averaged, as in federated averaging (McMahan et al. 2017, arXiv:1602.05629); with equal batches that is
+the plain mean.
 Momentum of the workers' own optimizers stays with them, unless `keeps_state` is False.
 """
 
@@ -30,8 +31,8 @@ class SlowMomentum:
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1 or self.rate <= 0:
             raise ValueError(
-                f"SlowMo with momentum {self.momentum} and rate {self.rate} goes nowhere; take a momentum from 0 to below 1 and "
-                "a rate above 0"
+                f"SlowMo with momentum {self.momentum} and rate {self.rate} goes nowhere; take a momentum from 0 to below 1 "
+                "and a rate above 0"
             )
 
 
@@ -79,8 +80,8 @@ class PeriodicAveraging:
         for period, size in self.groups:
             if not (1 <= period < self.period and size > 1):
                 raise ValueError(
-                    f"groups of {size} workers that average every {period} steps, where all do every {self.period}; take groups "
-                    "of 2 or more and a shorter period"
+                    f"groups of {size} workers that average every {period} steps, where all do every {self.period}; take "
+                    "groups of 2 or more and a shorter period"
                 )
 
     def averages_after(self, step: int, workers: int) -> int:

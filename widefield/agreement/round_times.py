@@ -24,8 +24,8 @@ Heard = dict[int, list[tuple[int, float]]]
 class RoundTimes(RunTimes):
     """free: by living worker, when it can begin the next round.  steps: rounds that began.
 
-    to_come: deaths that have not happened.  away: dead workers that come back, and when.  ready: by worker, the gradient of this
-    round that is in no weights that others have.
+    to_come: deaths that have not happened.  away: dead workers that come back, and when.  ready: by worker, the gradient of
+    this round that is in no weights yet.
     """
 
     free: dict[int, float] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class RoundTimes(RunTimes):
         seconds = self._all_reduce_seconds(workers) if workers else 0.0
         while workers:
             ends = max(self.free[worker] for worker in workers) + seconds
-            if not any([self._dies_before(worker, ends) for worker in workers]):
+            if not [worker for worker in workers if self._dies_before(worker, ends)]:
                 self.free.update(dict.fromkeys(workers, ends))
                 return ends, workers
             workers = [worker for worker in workers if worker in self.free]
@@ -155,7 +155,7 @@ class AllReduceTimes(RoundTimes):
 
 @dataclass
 class PeriodicTimes(RoundTimes):
-    """Steps alone, and all or a group wait for each other when they average.  has_agreed: whether all did after the last step."""
+    """Steps alone; all or a group wait for each other when they average.  has_agreed: whether all did after the last step."""
 
     way: PeriodicAveraging = field(default_factory=PeriodicAveraging)
     has_agreed: bool = True
@@ -178,7 +178,10 @@ class PeriodicTimes(RoundTimes):
 
 @dataclass
 class GossipTimes(RoundTimes):
-    """Each waits for those it hears.  heard: by round, who heard whom; told: what was in the weights that a worker then sent."""
+    """Each waits for those it hears.
+
+    heard: by round, who hears whom.  told, sent_at: by round and sender, the batches in the weights sent, and when they arrive.
+    """
 
     way: Gossip = field(default_factory=Gossip)
     heard: dict[int, Heard] = field(default_factory=dict)
@@ -229,7 +232,10 @@ class GossipTimes(RoundTimes):
         self.heard.pop(sent, None)
 
     def _mix_all(self, heard: dict[int, list[tuple[int, int, float]]], own: dict[int, float]) -> None:
-        """heard: by worker, (round, sender, weight).  Who dies while it waits has told others what it learned, and mixes nothing."""
+        """Let workers mix; who dies while it waits has sent what it learned, and mixes nothing.
+
+        heard: by worker, (round, sender, weight).  own: the weight of what it has itself.
+        """
         ready = {one: max([self.free[one], *(self.sent_at[key[:2]] for key in keys)]) for one, keys in heard.items()}
         for worker, keys in heard.items():
             for sent, sender, _ in keys:

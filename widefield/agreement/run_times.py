@@ -57,8 +57,8 @@ class RunTimes:
 
     def nobody_left(self, time: float, why: str) -> AllDiedError:
         return AllDiedError(
-            f"at {time:.6g} s {why}, with {self.account.samples_left:,} samples left to learn; let fewer workers die, or later, or let "
-            "them come back sooner"
+            f"at {time:.6g} s {why}, with {self.account.samples_left:,} samples left to learn; let fewer workers die, or "
+            "later, or let them come back sooner"
         )
 
 

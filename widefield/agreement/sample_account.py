@@ -1,7 +1,7 @@
 """Each sample of each epoch is learned from exactly once, whoever dies: who has which, and whose learning would be lost.
 
-A sample's number counts over epochs: epoch * num_samples + its place in the data set.  A worker takes a batch; when its gradient
-is applied the batch is learned.  What only workers that died had learned, or had taken, is given out again.
+A sample's number counts over epochs: epoch * num_samples + its place in the data set.  A worker takes a batch; when its
+gradient is applied the batch is learned.  What only workers that died had learned, or had taken, is given out again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Servers hold the weights; workers fetch them and push gradients.
 
     synchronous        a step with the mean of all workers' gradients
-    backup workers     a step with the mean of the first n - b; those that come later are dropped       Chen et al. 2016, arXiv:1604.00981
-    asynchronous       a step with each gradient as it comes                                            Dean et al. 2012, DistBelief
-    bounded staleness  as asynchronous, but no worker is more than `bound` steps ahead of the slowest   Ho et al. 2013, SSP
-    delay compensated  g + l g g (w now - w then) in place of a gradient g of old weights               Zheng et al. 2017, arXiv:1609.08326
-    Hogwild            no server: workers read and write shared memory block by block, without locks    Niu et al. 2011, arXiv:1106.5730
+    backup workers     a step with the first n - b gradients; later ones are dropped     Chen et al. 2016, arXiv:1604.00981
+    asynchronous       a step with each gradient as it comes                             Dean et al. 2012, NeurIPS 25
+    bounded staleness  no worker is more than `bound` steps ahead of the slowest         Ho et al. 2013, NeurIPS 26
+    bounded delay      no gradient meets weights more than `max_staleness` updates on    Agarwal and Duchi 2011, arXiv:1104.5525
+    delay compensated  g + l g g (w now - w then) for a gradient g of old weights        Zheng et al. 2017, arXiv:1609.08326
+    Hogwild            no server: all read and write shared memory without locks         Niu et al. 2011, arXiv:1106.5730
 
 Weights, versions and the optimizer's state are kept in parts, one per server (or block of memory).  The *version* of a part is
 the number of updates it has had; the *staleness* of a gradient is how many it had between the reading of the weights and the
@@ -96,11 +97,14 @@ class ServerPart:
     staleness: list[int] = field(default_factory=list)
 
     def push(self, gradient: Tensor, rate: float, *, then: Tensor, version: int) -> int:
-        """Update with a gradient; its staleness.  then, version: the weights that it is of.  ValueError: they are of the future."""
+        """Update with a gradient; its staleness.
+
+        then, version: the part's weights that the gradient is of.  ValueError: the version is one that has not been.
+        """
         if not 0 <= version <= self.version:
             raise ValueError(
-                f"a gradient of version {version} comes to a server at version {self.version}; a push has to carry the version with "
-                "which its weights were sent"
+                f"a gradient of version {version} comes to a server at version {self.version}; a push has to carry the version "
+                "with which its weights were sent"
             )
         self.weights = self.state.step(self.weights, self._compensated(gradient, then), rate)
         self.staleness.append(self.version - version)
@@ -147,6 +151,41 @@ class StalenessClocks:
         return self.bound is None or self.ahead(worker) <= self.bound
 
 
+@dataclass
+class StalenessLimit:
+    """Which gradient may be applied now, such that none will ever be staler than `most` updates?
+
+    A worker that has read and not pushed is open, with the version that it read.  All open ones can still be applied in time
+    if, in the order of their versions, the i-th (from 0) would have a staleness of at most `most` after i more updates.  A push
+    that would break this waits; that of the oldest never does, so no two wait for each other.
+    """
+
+    most: int | None = None
+    version: int = 0
+    open: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By worker and how often it has died."""
+
+    def may_read(self) -> bool:
+        return self.most is None or len(self.open) <= self.most
+
+    def read(self, key: tuple[int, int]) -> None:
+        self.open[key] = self.version
+
+    def may_push(self, key: tuple[int, int]) -> bool:
+        if self.most is None:
+            return True
+        others = sorted(version for one, version in self.open.items() if one != key)
+        return all(self.version + 1 + place - version <= self.most for place, version in enumerate(others))
+
+    def push(self, key: tuple[int, int]) -> None:
+        self.version += 1
+        self.forget(key)
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """A worker that died or found nothing to do will not push."""
+        self.open.pop(key, None)
+
+
 # ---------------------------------------------------------------------------------------------- the way
 
 
@@ -154,8 +193,12 @@ class StalenessClocks:
 class ParameterServer:
     """Which kind of server, and how many.
 
-    backup: workers whose gradients a synchronous step does not wait for.  bound: of the staleness, in steps, of an asynchronous
-    one.  servers: how many the parameters are divided over; of Hogwild: into how many blocks a worker reads and writes them.
+    backup: workers whose gradients a synchronous step does not wait for.
+    bound: how many steps a worker may be ahead of the slowest; 0 is synchronous.  A worker that is slow all the time slows
+        down all, whatever the bound.
+    max_staleness: how many updates may come between reading and update.  Workers wait only where a gradient would get too old,
+        so one that is k times slower than n - 1 others slows down nobody from k (n - 1) on.
+    servers: how many the parameters are divided over; of Hogwild: into how many blocks a worker reads and writes them.
     """
 
     descent: Descent = field(default_factory=Descent)
@@ -163,6 +206,7 @@ class ParameterServer:
     servers: int = 1
     backup: int = 0
     bound: int | None = None
+    max_staleness: int | None = None
     compensation: DelayCompensation | None = None
 
     def __post_init__(self) -> None:
@@ -173,9 +217,18 @@ class ParameterServer:
             raise ValueError(
                 f"backup={self.backup} on a server of the kind {self.kind}: only a synchronous one has backup workers"
             )
-        if self.bound is not None and (self.bound < 0 or self.kind != "asynchronous"):
+        for name in ("bound", "max_staleness"):
+            value = getattr(self, name)
+            if value is not None and (value < 0 or self.kind != "asynchronous"):
+                raise ValueError(
+                    f"{name}={value} on a server of the kind {self.kind}: only an asynchronous one takes it, of 0 or more"
+                )
+        if self.bound is not None and self.max_staleness is not None:
+            raise ValueError(f"bound={self.bound} and max_staleness={self.max_staleness} both say who waits; leave one out")
+        if self.max_staleness is not None and self.servers > 1:
             raise ValueError(
-                f"bound={self.bound} on a server of the kind {self.kind}: only an asynchronous one takes it, of 0 or more"
+                f"max_staleness={self.max_staleness} on {self.servers} servers: a worker that one lets read could wait for "
+                "another, which waits for it; take servers=1, or bound"
             )
         if self.compensation is not None and self.kind != "asynchronous":
             raise ValueError(
@@ -183,8 +236,8 @@ class ParameterServer:
             )
         if self.kind == "hogwild" and (self.descent.momentum or self.descent.kind != "sgd" or self.descent.weight_decay):
             raise ValueError(
-                "Hogwild adds a gradient times the learning rate to shared memory, and has no place for momentum, weight decay or "
-                "AdamW; take plain SGD, or a server"
+                "Hogwild adds a gradient times the learning rate to shared memory, and has no place for momentum, weight "
+                "decay or AdamW; take plain SGD, or a server"
             )
 
     def needed(self, workers: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from widefield.agreement.run_times import QueuedTimes
-from widefield.agreement.server import ParameterServer, StalenessClocks
+from widefield.agreement.server import ParameterServer, StalenessClocks, StalenessLimit
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ServerTimes(QueuedTimes):
     def ask(self, worker: int, part: int) -> None:
         raise NotImplementedError
 
-    def arrived(self, worker: int, part: int, number: int, is_alive: bool) -> None:
+    def arrived(self, worker: int, part: int, number: int, life: int) -> None:
         raise NotImplementedError
 
     def came_back(self, worker: int) -> None:
@@ -68,7 +68,7 @@ class ServerTimes(QueuedTimes):
 
         def arrive() -> None:
             self.flying -= 1
-            self.arrived(worker, part, number, self.lives[worker] == life)
+            self.arrived(worker, part, number, life)
 
         self.queue.at(self.queue.now + seconds, arrive)
 
@@ -85,18 +85,27 @@ class ServerTimes(QueuedTimes):
 class AsynchronousTimes(ServerTimes):
     """Each part updates with each gradient as it comes, and answers at once, or when the bound allows.
 
-    waiting: by part, who has asked and may not read yet, in the order in which they came.
+    By part: waiting: who has asked and may not read yet, in the order in which they came.  held: (worker, life, number of the
+    gradient), which may not be applied yet.
     """
 
     clocks: list[StalenessClocks] = field(default_factory=list)
+    limits: list[StalenessLimit] = field(default_factory=list)
     waiting: list[list[int]] = field(default_factory=list)
+    held: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    on_way: set[tuple[int, int, int]] = field(default_factory=set)
+    """(worker, life, part) of gradients that were sent."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.clocks = [StalenessClocks(self.way.bound) for _ in self.sizes]
-        self.waiting = [[] for _ in self.sizes]
+        self.limits = [StalenessLimit(self.way.max_staleness) for _ in self.sizes]
+        self.waiting, self.held = [[] for _ in self.sizes], [[] for _ in self.sizes]
         for worker in self.living:
             self._enter(worker)
+
+    def is_done(self) -> bool:
+        return super().is_done() and not any(self.held)
 
     def _enter(self, worker: int) -> None:
         for clocks in self.clocks:
@@ -112,27 +121,49 @@ class AsynchronousTimes(ServerTimes):
         self._answer_those_who_may(part)
 
     def _answer_those_who_may(self, part: int) -> None:
-        may = [worker for worker in self.waiting[part] if self.clocks[part].may_read(worker)]
-        self.waiting[part] = [worker for worker in self.waiting[part] if worker not in may]
-        for worker in may:
-            self.answer(worker, part)
+        for worker in list(self.waiting[part]):
+            if self.clocks[part].may_read(worker) and self.limits[part].may_read():
+                self.waiting[part].remove(worker)
+                self.limits[part].read((worker, self.lives[worker]))
+                self.answer(worker, part)
 
-    def arrived(self, worker: int, part: int, number: int, is_alive: bool) -> None:
-        self.tell(self.queue.now, "push", worker, part=part, numbers=(number,))
-        if is_alive:
-            self.clocks[part].advance(worker)
-            self.ask(worker, part)
+    def computed(self, worker: int, batch: tuple[int, ...], seconds: float) -> None:
+        self.on_way.update((worker, self.lives[worker], part) for part in range(len(self.sizes)))
+        super().computed(worker, batch, seconds)
+
+    def arrived(self, worker: int, part: int, number: int, life: int) -> None:
+        self.held[part].append((worker, life, number))
+        self._apply_those_that_may(part)
+
+    def _apply_those_that_may(self, part: int) -> None:
+        """Apply gradients, the first that came first, until none may be; then answer."""
+        limit = self.limits[part]
+        while may := [one for one in self.held[part] if limit.may_push(one[:2])]:
+            worker, life, number = may[0]
+            self.held[part].remove(may[0])
+            self.on_way.discard((worker, life, part))
+            self.tell(self.queue.now, "push", worker, part=part, numbers=(number,))
+            limit.push((worker, life))
+            if self.lives[worker] == life:
+                self.clocks[part].advance(worker)
+                self.ask(worker, part)
         self._answer_those_who_may(part)
 
     def found_nothing(self, worker: int) -> None:
+        self._leave(worker, self.lives[worker])
+
+    def _leave(self, worker: int, life: int) -> None:
+        """Nobody waits for a worker any longer, but for a gradient that it has sent."""
         for part, clocks in enumerate(self.clocks):
             clocks.leave(worker)
             self.waiting[part] = [one for one in self.waiting[part] if one != worker]
+            if (worker, life, part) not in self.on_way:
+                self.limits[part].forget((worker, life))
         for part in range(len(self.sizes)):
-            self._answer_those_who_may(part)
+            self._apply_those_that_may(part)
 
     def left(self, worker: int) -> tuple[int, ...]:
-        self.found_nothing(worker)
+        self._leave(worker, self.lives[worker] - 1)
         return self.account.lose(worker)
 
 
@@ -140,13 +171,14 @@ class AsynchronousTimes(ServerTimes):
 class SynchronousTimes(ServerTimes):
     """A step with the gradients of all who have a batch, or of the first `needed`; those of older weights are dropped.
 
-    on_way: gradients that are not all there: (worker, life, batch, version, parts that came).  here: those for the next step.
+    incomplete: gradients that are not all there: (batch, version, parts that came).  here: (worker, life) of those for the next
+    step.
     versions: by worker, of the weights that it has read.
     """
 
     version: int = 0
     versions: dict[int, int] = field(default_factory=dict)
-    on_way: dict[int, tuple[int, int, tuple[int, ...], int, set[int]]] = field(default_factory=dict)
+    incomplete: dict[int, tuple[tuple[int, ...], int, set[int]]] = field(default_factory=dict)
     here: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def is_done(self) -> bool:
@@ -160,22 +192,22 @@ class SynchronousTimes(ServerTimes):
         self.answer(worker, part)
 
     def computed(self, worker: int, batch: tuple[int, ...], seconds: float) -> None:
-        self.on_way[self.gradients] = (worker, self.lives[worker], batch, self.versions[worker], set())
+        self.incomplete[self.gradients] = (batch, self.versions[worker], set())
         super().computed(worker, batch, seconds)
 
-    def arrived(self, worker: int, part: int, number: int, is_alive: bool) -> None:
-        _, life, batch, version, came = self.on_way[number]
+    def arrived(self, worker: int, part: int, number: int, life: int) -> None:
+        batch, version, came = self.incomplete[number]
         came.add(part)
         if len(came) < len(self.sizes):
             return
-        del self.on_way[number]
+        del self.incomplete[number]
         if version == self.version:
             self.here[number] = (worker, life)
             self._step_if_enough()
         else:
             self.tell(self.queue.now, "drop", worker, samples=batch, numbers=(number,))
             self.account.hand_back(batch)
-            if is_alive:
+            if self.lives[worker] == life:
                 self.begin(worker)
             self.wake()
 

@@ -37,8 +37,9 @@ def simulate(
 ) -> SimulatedRun:
     """Train an objective with workers that agree in some way.
 
-    batch: samples per worker and gradient.  seed: of the order of samples, and of all times.  points: how often the loss and the
-    consensus distance are measured.  ValueError: options that do not fit.  AllDiedError: nobody is left.  RuntimeError: diverged.
+    batch: samples per worker and gradient.  seed: of the order of samples, and of all times.  points: how often the loss and
+    the consensus distance are measured.
+    ValueError: options that do not fit.  AllDiedError: nobody is left.  RuntimeError: the weights are not finite.
     """
     log = simulate_times(
         way, workers, num_samples=objective.num_samples, numel=objective.start.numel(), itemsize=objective.start.itemsize,

@@ -98,8 +98,8 @@ class Workers:
         for death in self.deaths_of(worker):
             if death.at < alive_from or (death.back is not None and death.back < death.at):
                 raise ValueError(
-                    f"worker {worker} dies at {death.at} s and comes back at {death.back} s, where it is alive from {alive_from} s "
-                    "on; give its deaths in order, each after it came back from the last one"
+                    f"worker {worker} dies at {death.at} s and comes back at {death.back} s, where it is alive from "
+                    f"{alive_from} s on; give its deaths in order, each after it came back from the last one"
                 )
             alive_from = math.inf if death.back is None else death.back
 
