@@ -5,8 +5,21 @@ from dataclasses import replace
 from typing import Any
 
 from widefield.agreement import (
-    AllReduce, Connection, Death, Delay, DelayCompensation, Descent, Gossip, PairwiseGossip, ParameterServer, Workers, diloco,
-    hierarchical, local_sgd, post_local_sgd, slowmo,
+    AllReduce,
+    Connection,
+    Death,
+    Delay,
+    DelayCompensation,
+    Descent,
+    Gossip,
+    PairwiseGossip,
+    ParameterServer,
+    Workers,
+    diloco,
+    hierarchical,
+    local_sgd,
+    post_local_sgd,
+    slowmo,
 )  # fmt: skip
 
 BATCH = 4

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from widefield.agreement.mixing import (
-    GRAPHS, MixingGraph, contraction, metropolis_weights, of_edges, push_weights, spectral_gap, steps_to_shrink,
+    GRAPHS,
+    MixingGraph,
+    contraction,
+    metropolis_weights,
+    of_edges,
+    push_weights,
+    spectral_gap,
+    steps_to_shrink,
 )  # fmt: skip
 
 COUNTS = [1, 2, 3, 4, 5, 8, 12, 16, 33, 64]

@@ -5,14 +5,28 @@ import random
 import pytest
 import torch
 
-from widefield.agreement import DelayCompensation, Descent, Gossip, PairwiseGossip, ParameterServer, PeriodicAveraging, SlowMomentum
+from widefield.agreement import (
+    DelayCompensation,
+    Descent,
+    Gossip,
+    PairwiseGossip,
+    ParameterServer,
+    PeriodicAveraging,
+    SlowMomentum,
+)
 from widefield.agreement.all_reduce import all_reduce_bytes, weighted_mean
 from widefield.agreement.descent import DescentState
 from widefield.agreement.gossip import PushSum, mixed, pairwise_mean, push_sum
 from widefield.agreement.mixing import GRAPHS, MixingGraph, of_edges, ring
 from widefield.agreement.periodic import hierarchical, local_sgd, outer_step, post_local_sgd, slow_momentum_step
 from widefield.agreement.server import (
-    ServerPart, StalenessClocks, StalenessLimit, adaptive_strength, delay_compensated, even_parts, joined,
+    ServerPart,
+    StalenessClocks,
+    StalenessLimit,
+    adaptive_strength,
+    delay_compensated,
+    even_parts,
+    joined,
 )  # fmt: skip
 
 
@@ -74,7 +88,9 @@ def test_the_outer_steps_are_their_formulas():
     expected = first - 0.8 * 0.2 * (0.6 * (agreed - mean) / 0.1 + (first - later) / 0.2)
     torch.testing.assert_close(second, expected, rtol=0, atol=1e-14)
     nesterov = DescentState(Descent(0.7, momentum=0.9, nesterov=True))
-    torch.testing.assert_close(outer_step(agreed, mean, nesterov, 0.7), agreed - 0.7 * 1.9 * (agreed - mean), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        outer_step(agreed, mean, nesterov, 0.7), agreed - 0.7 * 1.9 * (agreed - mean), rtol=0, atol=1e-14
+    )
 
 
 def test_who_averages_after_which_step():
