@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from widefield.agreement.all_reduce import all_reduce_bytes
+from widefield.agreement.events import Event
 from widefield.agreement.gossip import PairwiseGossip
 from widefield.agreement.run_times import QueuedTimes
 
@@ -28,6 +30,14 @@ class PairTimes(QueuedTimes):
         super().__post_init__()
         self.partners = self.way.partners(self.count)
         self.asking = {worker: [] for worker in range(self.count) if worker not in self.partners}
+
+    def run(self) -> tuple[float, list[Event]]:
+        """As of all that are queued; then the living take the mean of their weights."""
+        seconds, _ = super().run()
+        living = sorted(self.living)
+        seconds += self.all_reduce_seconds(living)
+        self.tell(seconds, "average", *living, bytes=all_reduce_bytes(len(living), self.size))
+        return seconds, self.events
 
     def begin(self, worker: int) -> None:
         if self.take_up(worker):
@@ -51,7 +61,7 @@ class PairTimes(QueuedTimes):
         """Ask a living partner, drawn at random.  AllDiedError: there is none, and others live."""
         partners = [one for one in self.partners[active] if one in self.living]
         if not partners:
-            raise self.nobody_left(self.queue.now, f"worker {active} has no living partner to average with")
+            self.give_up(self.queue.now, f"worker {active} has no living partner to average with")
         passive = self.durations.generator(f"partner of {active}").choice(partners)
         self.asking[passive].append(active)
         self._exchange_next(passive)
@@ -103,7 +113,7 @@ class PairTimes(QueuedTimes):
         for passive in [one for one, active in self.exchanging.items() if active == worker]:
             self._release(passive)
         if len(self.living) > 1 and not any(one in self.partners for one in self.living):
-            raise self.nobody_left(self.queue.now, f"only passive workers {list(self.living)} live, which ask nobody")
+            self.give_up(self.queue.now, f"only passive workers {list(self.living)} live, which ask nobody")
 
     def _forget_passive(self, worker: int) -> None:
         waiting = self.asking[worker] + ([self.exchanging.pop(worker)] if worker in self.exchanging else [])
@@ -122,7 +132,7 @@ class PairTimes(QueuedTimes):
     def _take_state(self, worker: int) -> None:
         """Take the state of a living peer, drawn at random.  AllDiedError: there is none."""
         if not self.living:
-            raise self.nobody_left(self.queue.now, f"worker {worker} comes back and no peer lives whose state it could take")
+            self.give_up(self.queue.now, f"worker {worker} comes back and no peer lives whose state it could take")
         peer = self.durations.generator("peer").choice(list(self.living))
         self.living[worker] = None
         self.tell(self.queue.now, "join", worker, peer, bytes=self.size)

@@ -70,7 +70,7 @@ class RoundTimes(RunTimes):
         if death.back is not None:
             self.away[worker] = death.back
         if not self.free:
-            raise self.nobody_left(death.at, "the last worker that lived died")
+            self.give_up(death.at, "the last worker that lived died")
         return True
 
     def _let_come_back(self) -> None:
@@ -108,7 +108,7 @@ class RoundTimes(RunTimes):
     def meet(self, workers: Sequence[int]) -> tuple[float, list[int]]:
         """(when a ring all-reduce of these workers has ended, those of them that lived to see it); they are free then."""
         workers = [worker for worker in workers if worker in self.free]
-        seconds = self._all_reduce_seconds(workers) if workers else 0.0
+        seconds = self.all_reduce_seconds(workers) if workers else 0.0
         while workers:
             ends = max(self.free[worker] for worker in workers) + seconds
             if not [worker for worker in workers if self._dies_before(worker, ends)]:
@@ -116,12 +116,6 @@ class RoundTimes(RunTimes):
                 return ends, workers
             workers = [worker for worker in workers if worker in self.free]
         return 0.0, []
-
-    def _all_reduce_seconds(self, workers: Sequence[int]) -> float:
-        """2 (n - 1) messages of an n-th of the weights, one after another; the slowest latency counts."""
-        messages = 2 * (len(workers) - 1)
-        latency = max(self.durations.latency(worker) for worker in workers)
-        return messages * (latency + self.durations.transfer(self.size / len(workers))) if messages else 0.0
 
     def average(self, workers: Sequence[int], kind: str = "average") -> None:
         """Workers take the mean of their weights."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from widefield.agreement.events import Event, EventQueue
 from widefield.agreement.sample_account import SampleAccount
@@ -55,10 +56,18 @@ class RunTimes:
         self.gradients += 1
         return self.gradients - 1
 
-    def nobody_left(self, time: float, why: str) -> AllDiedError:
-        return AllDiedError(
-            f"at {time:.6g} s {why}, with {self.account.samples_left:,} samples left to learn; let fewer workers die, or "
-            "later, or let them come back sooner"
+    def all_reduce_seconds(self, workers: Sequence[int]) -> float:
+        """2 (n - 1) messages of an n-th of the weights, one after another; the slowest latency counts."""
+        messages = 2 * (len(workers) - 1)
+        latency = max(self.durations.latency(worker) for worker in workers)
+        return messages * (latency + self.durations.transfer(self.size / len(workers))) if messages else 0.0
+
+    def give_up(self, time: float, why: str) -> NoReturn:
+        """AllDiedError: with what is left to learn."""
+        left = self.account.samples_left
+        raise AllDiedError(
+            f"at {time:.6g} s {why}, with {left:,} samples left to learn; let fewer workers die, or later, or let them come back "
+            "sooner"
         )
 
 
@@ -80,7 +89,7 @@ class QueuedTimes(RunTimes):
             self.begin(worker)
         if not self.queue.run(self.is_done):
             if not self.living:
-                raise self.nobody_left(self.queue.now, "the last worker died")
+                self.give_up(self.queue.now, "the last worker died")
             raise AssertionError(f"at {self.queue.now} s workers {list(self.living)} wait for each other without end")
         return self.queue.now, self.events
 
