@@ -17,7 +17,7 @@ A kind of event, and what it does to the numbers:
     mix       the first of `workers` takes what it has and what the others sent in `rounds`, times `weights`
     offer     two workers send each other their weights; nothing changes them until the pair, or the end of one
     pair      both take the mean of what was sent
-    die       worker is gone, with what it had learned of `samples` and told nobody
+    die       worker is gone, and with it what it alone had learned, of `samples`
     join      the first of `workers` takes the state of the second, or of the server
 """
 

@@ -36,24 +36,24 @@ class PairTimes(QueuedTimes):
         seconds, _ = super().run()
         living = sorted(self.living)
         seconds += self.all_reduce_seconds(living)
-        self.tell(seconds, "average", *living, bytes=all_reduce_bytes(len(living), self.size))
+        self.write(seconds, "average", *living, bytes=all_reduce_bytes(len(living), self.size))
         return seconds, self.events
 
     def begin(self, worker: int) -> None:
         if self.take_up(worker):
-            self.tell(self.queue.now, "read", worker)
+            self.write(self.queue.now, "read", worker)
 
     def computed(self, worker: int, batch: tuple[int, ...], seconds: float) -> None:
         self.ready[worker] = self.new_gradient()
         numbers = (self.ready[worker],)
-        self.tell(self.queue.now, "gradient", worker, samples=batch, numbers=numbers, seconds=seconds)
+        self.write(self.queue.now, "gradient", worker, samples=batch, numbers=numbers, seconds=seconds)
         if worker in self.partners and len(self.living) > 1:
             self._ask(worker)
         elif worker not in self.exchanging:
             self._step(worker)
 
     def _step(self, worker: int) -> None:
-        self.tell(self.queue.now, "step", worker, numbers=(self.ready.pop(worker),))
+        self.write(self.queue.now, "step", worker, numbers=(self.ready.pop(worker),))
         self.account.learned(worker, by_all=False)
         self.begin(worker)
 
@@ -71,7 +71,7 @@ class PairTimes(QueuedTimes):
         if passive in self.exchanging or not self.asking[passive]:
             return
         active = self.exchanging[passive] = self.asking[passive].pop(0)
-        self.tell(self.queue.now, "offer", active, passive, bytes=2 * self.size)
+        self.write(self.queue.now, "offer", active, passive, bytes=2 * self.size)
         latency = max(self.durations.latency(active), self.durations.latency(passive))
         seconds = self.durations.transfer(self.size) + latency
         life = self.lives[active]
@@ -83,7 +83,7 @@ class PairTimes(QueuedTimes):
         self.after(seconds, passive, end)
 
     def _averaged(self, active: int, passive: int) -> None:
-        self.tell(self.queue.now, "pair", active, passive)
+        self.write(self.queue.now, "pair", active, passive)
         of_active, of_passive = self.account.carried_now(active), self.account.carried_now(passive)
         self.account.heard(active, of_passive)
         self.account.heard(passive, of_active)
@@ -135,6 +135,6 @@ class PairTimes(QueuedTimes):
             self.give_up(self.queue.now, f"worker {worker} comes back and no peer lives whose state it could take")
         peer = self.durations.generator("peer").choice(list(self.living))
         self.living[worker] = None
-        self.tell(self.queue.now, "join", worker, peer, bytes=self.size)
+        self.write(self.queue.now, "join", worker, peer, bytes=self.size)
         self.account.heard(worker, self.account.carried_now(peer))
         self.begin(worker)

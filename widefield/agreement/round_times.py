@@ -65,7 +65,7 @@ class RoundTimes(RunTimes):
         samples = self.account.taken.get(worker, ()) if self.ready.pop(worker, None) is not None else ()
         seconds = max(0.0, death.at - self.started.pop(worker, death.at))
         samples += self.account.lose(worker)
-        self.tell(death.at, "die", worker, samples=samples, seconds=seconds)
+        self.write(death.at, "die", worker, samples=samples, seconds=seconds)
         del self.free[worker]
         if death.back is not None:
             self.away[worker] = death.back
@@ -80,7 +80,7 @@ class RoundTimes(RunTimes):
             if back <= self.free[peer] and not self._dies_before(peer, self.free[peer]):
                 del self.away[worker]
                 self.free[worker] = self.free[peer] + self.durations.transfer(self.size) + self.durations.latency(worker)
-                self.tell(self.free[peer], "join", worker, peer, bytes=self.size)
+                self.write(self.free[peer], "join", worker, peer, bytes=self.size)
                 self.account.heard(worker, self.account.carried_now(peer))
 
     # ------------------------------------------------------------------------------------------ what rounds are made of
@@ -95,13 +95,13 @@ class RoundTimes(RunTimes):
                 self.free[worker] += seconds
                 self.ready[worker] = self.new_gradient()
                 facts = {"samples": batch, "numbers": (self.ready[worker],), "seconds": seconds}
-                self.tell(self.free[worker], "gradient", worker, **facts)
+                self.write(self.free[worker], "gradient", worker, **facts)
             self.started.pop(worker, None)
 
     def step_alone(self) -> None:
         """Each worker steps with its own gradient."""
         for worker, number in self.ready.items():
-            self.tell(self.free[worker], "step", worker, numbers=(number,))
+            self.write(self.free[worker], "step", worker, numbers=(number,))
             self.account.learned(worker, by_all=False)
         self.ready.clear()
 
@@ -121,10 +121,10 @@ class RoundTimes(RunTimes):
         """Workers take the mean of their weights."""
         ends, workers = self.meet(workers)
         if workers:
-            self.tell(ends, kind, *workers, bytes=all_reduce_bytes(len(workers), self.size))
-            told = [self.account.carried_now(worker) for worker in workers]
+            self.write(ends, kind, *workers, bytes=all_reduce_bytes(len(workers), self.size))
+            carried = [self.account.carried_now(worker) for worker in workers]
             for worker in workers:
-                for batches in told:
+                for batches in carried:
                     self.account.heard(worker, batches)
             if len(workers) == len(self.free):
                 self.account.all_agree()
@@ -142,7 +142,7 @@ class AllReduceTimes(RoundTimes):
         learners = [worker for worker in workers if worker in self.ready]
         if learners:
             numbers = tuple(self.ready.pop(worker) for worker in learners)
-            self.tell(ends, "reduce", *learners, numbers=numbers, bytes=all_reduce_bytes(len(workers), self.size))
+            self.write(ends, "reduce", *learners, numbers=numbers, bytes=all_reduce_bytes(len(workers), self.size))
             for worker in learners:
                 self.account.learned(worker, by_all=True)
 
@@ -174,12 +174,13 @@ class PeriodicTimes(RoundTimes):
 class GossipTimes(RoundTimes):
     """Each waits for those it hears.
 
-    heard: by round, who hears whom.  told, sent_at: by round and sender, the batches in the weights sent, and when they arrive.
+    heard: by round, who hears whom.  batches_sent, sent_at: by round and sender, what the sent weights learned, and when they
+    arrive.
     """
 
     way: Gossip = field(default_factory=Gossip)
     heard: dict[int, Heard] = field(default_factory=dict)
-    told: dict[tuple[int, int], frozenset[tuple[int, ...]]] = field(default_factory=dict)
+    batches_sent: dict[tuple[int, int], frozenset[tuple[int, ...]]] = field(default_factory=dict)
     sent_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def one_round(self) -> None:
@@ -208,11 +209,11 @@ class GossipTimes(RoundTimes):
         for sender in workers:
             hearers = [one for one in workers if one != sender and rows[one][sender]]
             size = self.size + MASS_BYTES * self.way.push_sum
-            self.tell(at[sender], "send", sender, *hearers, part=step, bytes=size * len(hearers))
+            self.write(at[sender], "send", sender, *hearers, part=step, bytes=size * len(hearers))
             busiest = max([len(hearers), *(len(self.heard[step][hearer]) for hearer in hearers)])
             seconds = self.durations.transfer(busiest * size) + self.durations.latency(sender)
             self.sent_at[step, sender] = at[sender] + (seconds if hearers else 0.0)
-            self.told[step, sender] = self.account.carried_now(sender)
+            self.batches_sent[step, sender] = self.account.carried_now(sender)
         return {one: rows[one][one] for one in workers}
 
     def _mix(self, own: dict[int, float]) -> None:
@@ -221,8 +222,8 @@ class GossipTimes(RoundTimes):
         heard = {one: [(sent, *pair) for pair in self.heard.get(sent, {}).get(one, [])] for one in own if one in self.free}
         self._mix_all(heard, own)
         self.account.forget_common(list(self.free))
-        for key in [key for key in self.told if key[0] == sent]:
-            del self.told[key], self.sent_at[key]
+        for key in [key for key in self.batches_sent if key[0] == sent]:
+            del self.batches_sent[key], self.sent_at[key]
         self.heard.pop(sent, None)
 
     def _mix_all(self, heard: dict[int, list[tuple[int, int, float]]], own: dict[int, float]) -> None:
@@ -233,13 +234,13 @@ class GossipTimes(RoundTimes):
         ready = {one: max([self.free[one], *(self.sent_at[key[:2]] for key in keys)]) for one, keys in heard.items()}
         for worker, keys in heard.items():
             for sent, sender, _ in keys:
-                self.account.heard(worker, self.told[sent, sender])
+                self.account.heard(worker, self.batches_sent[sent, sender])
         for worker, keys in heard.items():
             if not self._dies_before(worker, ready[worker]):
                 self.free[worker] = ready[worker]
                 weights, rounds = (own[worker], *(weight for *_, weight in keys)), tuple(sent for sent, *_ in keys)
                 senders = (sender for _, sender, _ in keys)
-                self.tell(ready[worker], "mix", worker, *senders, part=self.steps, weights=weights, rounds=rounds)
+                self.write(ready[worker], "mix", worker, *senders, part=self.steps, weights=weights, rounds=rounds)
 
     def last_agreement(self) -> None:
         """Take in what is still on its way, then average over all."""

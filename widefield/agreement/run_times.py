@@ -44,7 +44,7 @@ class RunTimes:
     def deaths(self) -> tuple[Death, ...]:
         return self.durations.workers.deaths
 
-    def tell(self, time: float, kind: str, *workers: int, **facts: Any) -> None:
+    def write(self, time: float, kind: str, *workers: int, **facts: Any) -> None:
         """Write one event into the log."""
         self.events.append(Event(time, kind, workers, **facts))
 
@@ -66,8 +66,7 @@ class RunTimes:
         """AllDiedError: with what is left to learn."""
         left = self.account.samples_left
         raise AllDiedError(
-            f"at {time:.6g} s {why}, with {left:,} samples left to learn; let fewer workers die, or later, or let them come back "
-            "sooner"
+            f"at {time:.6g} s {why}, with {left:,} samples left to learn; let fewer workers die, or let them come back sooner"
         )
 
 

@@ -40,12 +40,12 @@ class ServerTimes(QueuedTimes):
         raise NotImplementedError
 
     def came_back(self, worker: int) -> None:
-        self.tell(self.queue.now, "join", worker)
+        self.write(self.queue.now, "join", worker)
         self.begin(worker)
 
     def answer(self, worker: int, part: int) -> None:
         """The server sends a part of its weights as they are now."""
-        self.tell(self.queue.now, "read", worker, part=part, bytes=self.sizes[part])
+        self.write(self.queue.now, "read", worker, part=part, bytes=self.sizes[part])
         seconds = self._message(("server", part), ("worker", worker), self.sizes[part], worker)
         self.after(seconds, worker, self._has_read, part)
 
@@ -56,7 +56,7 @@ class ServerTimes(QueuedTimes):
 
     def computed(self, worker: int, batch: tuple[int, ...], seconds: float) -> None:
         number, now = self.new_gradient(), self.queue.now
-        self.tell(now, "gradient", worker, samples=batch, numbers=(number,), seconds=seconds, bytes=sum(self.sizes))
+        self.write(now, "gradient", worker, samples=batch, numbers=(number,), seconds=seconds, bytes=sum(self.sizes))
         self.account.learned(worker, by_all=True)
         self.received[worker] = set()
         for part, size in enumerate(self.sizes):
@@ -142,7 +142,7 @@ class AsynchronousTimes(ServerTimes):
             worker, life, number = may[0]
             self.held[part].remove(may[0])
             self.on_way.discard((worker, life, part))
-            self.tell(self.queue.now, "push", worker, part=part, numbers=(number,))
+            self.write(self.queue.now, "push", worker, part=part, numbers=(number,))
             limit.push((worker, life))
             if self.lives[worker] == life:
                 self.clocks[part].advance(worker)
@@ -205,7 +205,7 @@ class SynchronousTimes(ServerTimes):
             self.here[number] = (worker, life)
             self._step_if_enough()
         else:
-            self.tell(self.queue.now, "drop", worker, samples=batch, numbers=(number,))
+            self.write(self.queue.now, "drop", worker, samples=batch, numbers=(number,))
             self.account.hand_back(batch)
             if self.lives[worker] == life:
                 self.begin(worker)
@@ -218,7 +218,7 @@ class SynchronousTimes(ServerTimes):
         if not self.here or (others and len(self.here) < self.way.needed(self.count)):
             return
         numbers = sorted(self.here, key=lambda number: (self.here[number][0], number))
-        self.tell(self.queue.now, "reduce", *(self.here[number][0] for number in numbers), numbers=tuple(numbers))
+        self.write(self.queue.now, "reduce", *(self.here[number][0] for number in numbers), numbers=tuple(numbers))
         self.version += 1
         self.here.clear()
         for worker in sorted(have):
