@@ -64,6 +64,12 @@ def test_every_way_learns_each_sample_once_and_lowers_the_loss(name):
     assert run.samples_per_second == 6 * 62 / run.seconds
 
 
+def test_digits_are_learned():
+    objective = digits()
+    run = simulate(ParameterServer(Descent(0.5, lr_samples=64)), objective, UNEVEN, epochs=5, batch=16, points=1)
+    assert objective.accuracy(objective.start) < 0.2 and objective.accuracy(run.weights) > 0.9
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_is_replayed_from_its_log_bit_for_bit(name):
     for seed in range(5):

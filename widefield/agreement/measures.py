@@ -122,16 +122,17 @@ def bytes_sent(log: EventLog) -> int:
 def idle_seconds(log: EventLog) -> tuple[float, ...]:
     """By worker, the seconds that it lived and did not compute: waits and messages.
 
-    What it computes when the run ends does not count as computing; it is used for nothing.
+    Times are rounded sums, so what is below 0 by rounding is 0.
     """
-    busy, lived, since = Counter[int](), Counter[int](), dict.fromkeys(range(log.workers), 0.0)
+    idle, since = dict.fromkeys(range(log.workers), 0.0), dict.fromkeys(range(log.workers), 0.0)
     for event in log.events:
+        worker = event.workers[0]
         if event.kind in ("gradient", "die"):
-            busy[event.workers[0]] += event.seconds  # type: ignore[assignment]
-        if event.kind == "die" and event.workers[0] in since:
-            lived[event.workers[0]] += event.time - since.pop(event.workers[0])  # type: ignore[assignment]
+            idle[worker] -= event.seconds
+        if event.kind == "die" and worker in since:
+            idle[worker] += event.time - since.pop(worker)
         elif event.kind == "join":
-            since[event.workers[0]] = event.time
+            since[worker] = event.time
     for worker, begun in since.items():
-        lived[worker] += log.seconds - begun  # type: ignore[assignment]
-    return tuple(max(0.0, lived[worker] - busy[worker]) for worker in range(log.workers))
+        idle[worker] += log.seconds - begun
+    return tuple(max(0.0, idle[worker]) for worker in range(log.workers))
