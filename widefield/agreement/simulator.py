@@ -1,0 +1,125 @@
+"""Simulate how workers agree, in virtual time, in one process and in float64; replay a run from its log, bit for bit.
+
+run = simulate(ParameterServer(bound=2), digits(), Workers(4, slow={3: 5.0}), epochs=2, batch=16)
+run.samples_per_second, run.staleness, run.losses[-1]
+replay(run.log, ParameterServer(bound=2), digits()).weights         # the same bits
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from widefield.agreement.all_reduce import AllReduce
+from widefield.agreement.events import EventLog
+from widefield.agreement.gossip import Gossip, PairwiseGossip
+from widefield.agreement.measures import Measured, SimulatedRun
+from widefield.agreement.objectives import Objective, check_is_finite
+from widefield.agreement.pair_times import PairTimes
+from widefield.agreement.peer_weights import PeerWeights
+from widefield.agreement.periodic import PeriodicAveraging
+from widefield.agreement.round_times import AllReduceTimes, GossipTimes, PeriodicTimes
+from widefield.agreement.run_times import RunTimes
+from widefield.agreement.sample_account import SampleAccount
+from widefield.agreement.server import ParameterServer, even_parts
+from widefield.agreement.server_times import AsynchronousTimes, SynchronousTimes
+from widefield.agreement.server_weights import ServerWeights
+from widefield.agreement.workers import Durations, Workers
+
+Way = AllReduce | PeriodicAveraging | Gossip | PairwiseGossip | ParameterServer
+
+POINTS = 50
+"""How often the loss is measured in a run."""
+
+
+def simulate(
+    way: Way, objective: Objective, workers: Workers, *, epochs: int = 1, batch: int = 16, seed: int = 0, points: int = POINTS
+) -> SimulatedRun:
+    """Train an objective with workers that agree in some way.
+
+    batch: samples per worker and gradient.  seed: of the order of samples, and of all times.  points: how often the loss and
+    the consensus distance are measured.
+    ValueError: options that do not fit.  AllDiedError: nobody is left.  RuntimeError: the weights are not finite.
+    """
+    log = simulate_times(
+        way, workers, num_samples=objective.num_samples, numel=objective.start.numel(), itemsize=objective.start.itemsize,
+        epochs=epochs, batch=batch, seed=seed,
+    )  # fmt: skip
+    return replay(log, way, objective, points=points)
+
+
+def simulate_times(
+    way: Way,
+    workers: Workers,
+    *,
+    num_samples: int,
+    numel: int,
+    itemsize: int = 8,
+    epochs: int = 1,
+    batch: int = 16,
+    seed: int = 0,
+) -> EventLog:
+    """The log alone, without any numbers: of a model of any size, within moments.  As `simulate`.
+
+    numel, itemsize: how many weights there are, and bytes of each as they are sent.
+    """
+    account = SampleAccount(num_samples, epochs, batch, seed)
+    seconds, events = _times(way, Durations(workers, seed), account, numel, itemsize).run()
+    return EventLog(in_words(way), workers.count, num_samples, epochs, numel, seconds, tuple(events))
+
+
+def _times(way: Way, durations: Durations, account: SampleAccount, numel: int, itemsize: int) -> Any:
+    """The times of a way."""
+    common: dict[str, Any] = {"durations": durations, "account": account, "size": numel * itemsize, "way": way}
+    times: type[RunTimes]
+    match way:
+        case ParameterServer():
+            parts = even_parts(numel, way.servers)
+            in_memory = way.kind == "hogwild"
+            common["sizes"] = tuple(0 if in_memory else (part.stop - part.start) * itemsize for part in parts)
+            way.needed(durations.workers.count)
+            times = SynchronousTimes if way.kind == "synchronous" else AsynchronousTimes
+        case PairwiseGossip():
+            times = PairTimes
+        case Gossip():
+            times = GossipTimes
+        case PeriodicAveraging():
+            times = PeriodicTimes
+        case AllReduce():
+            times = AllReduceTimes
+        case _:
+            raise ValueError(
+                f"{way!r} is no way to agree; take AllReduce, PeriodicAveraging, Gossip, PairwiseGossip or ParameterServer"
+            )
+    return times(**common)
+
+
+def replay(log: EventLog, way: Way, objective: Objective, *, points: int = POINTS) -> SimulatedRun:
+    """Compute a run from its log: the same bits as when it was simulated.
+
+    ValueError: the log is of another way, or of another objective's size.
+    """
+    if log.way != in_words(way):
+        raise ValueError(f"the log is of {log.way}, and the way is {in_words(way)}; replay it with the same")
+    if (log.num_samples, log.numel) != (objective.num_samples, objective.start.numel()):
+        raise ValueError(
+            f"the log is of {log.num_samples:,} samples and {log.numel:,} weights, and the objective has "
+            f"{objective.num_samples:,} and {objective.start.numel():,}; replay it with the same"
+        )
+    kind = ServerWeights if isinstance(way, ParameterServer) else PeerWeights
+    weights: Any = kind(way, objective, log.workers)  # type: ignore[arg-type]
+    measured = Measured(objective, every=max(1, log.num_samples * log.epochs // max(1, points)))
+    for event in log.events:
+        weights.apply(event)
+        measured.look(event, weights)
+    final = weights.consensus()
+    check_is_finite(final, log.seconds)
+    return measured.finish(log, weights)
+
+
+def in_words(way: Any) -> str:
+    """A way as text that is the same in every process: functions by their names."""
+    if is_dataclass(way) and not isinstance(way, type):
+        inner = ", ".join(f"{one.name}={in_words(getattr(way, one.name))}" for one in fields(way))
+        return f"{type(way).__name__}({inner})"
+    return f"{way.__module__}.{way.__qualname__}" if callable(way) else repr(way)
