@@ -129,6 +129,7 @@ def test_groups_refuse_what_they_cannot_share(plan, error, words):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_a_run_takes_both_from_its_recipe_and_goes_on_where_it_stopped(tmp_path):
     words = [
         "mesh.replicate=2", "batch_norm=averaged", "batch_norm_group=2", "gradient.agreement=adasum", "schedule.warmup=0step",

@@ -143,6 +143,7 @@ def test_a_file_of_that_name_is_not_overwritten(trained, tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.alone
+@pytest.mark.sweep
 def test_the_recipe_reaches_its_map(tmp_path):
     """67.3 % were seen on two ranks."""
     RECIPE.check_quality(tmp_path / "run", {"map": 60})

@@ -121,6 +121,7 @@ def test_mirrored_answers_are_turned_back_and_what_needs_classes_is_refused(trai
 
 @pytest.mark.long
 @pytest.mark.alone
+@pytest.mark.sweep
 def test_the_recipe_reaches_its_psnr(tmp_path):
     """26.8 dB were seen on two ranks; on one rank the numbers are the same.  The input has 20.0 dB."""
     RECIPE.check_quality(tmp_path / "run", {"psnr": 26.3})
