@@ -199,6 +199,17 @@ def test_beginning_again_without_a_checkpoint_drops_every_step(tmp_path):
     assert [line["kind"] for line in read(tmp_path)] == ["start"]
 
 
+def test_a_step_that_is_no_whole_number_is_refused_and_the_record_stays(tmp_path):
+    """JSON's -Infinity is below every step, would be written as text, and could then be compared with none."""
+    run(tmp_path, range(1, 3))
+    path = tmp_path / "record.jsonl"
+    path.write_text(path.read_text() + '{"kind": "start", "step": -Infinity}\n')
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="holds values that widefield does not write"):
+        Record.open(tmp_path, log=QUIET, resumed_step=2)
+    assert path.read_bytes() == before
+
+
 def test_a_kill_while_the_record_is_cut_back_leaves_it_as_it_was(tmp_path, monkeypatch):
     run(tmp_path, range(1, 5))
     before = (tmp_path / "record.jsonl").read_bytes()

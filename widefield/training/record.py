@@ -29,6 +29,7 @@ import csv
 import io
 import json
 import math
+import operator
 import os
 import platform
 import socket
@@ -369,7 +370,7 @@ def _cut_back(folder: Path, resumed_step: int | None) -> list[Line]:
         return []
     last, lines = -1 if resumed_step is None else resumed_step, read(folder)
     try:
-        lines = [line for line in lines if line.get("step", -1) <= last]
+        lines = [line for line in lines if operator.index(line.get("step", -1)) <= last]
         text = "".join(map(_encoded, lines))
         _summary([line for line in lines if line.get("kind") == "evaluation"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
