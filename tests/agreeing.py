@@ -27,7 +27,7 @@ SGD = Descent(0.05)
 EACH = Descent(0.05, lr_samples=4 * BATCH)
 """For a push of one worker of 4: the learning rate is that of the batches of all."""
 
-WAYS: dict[str, Any] = {
+ALGORITHMS: dict[str, Any] = {
     "all_reduce": AllReduce(SGD),
     "local_sgd": local_sgd(4, SGD),
     "post_local_sgd": post_local_sgd(3, 2, SGD),

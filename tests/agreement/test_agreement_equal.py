@@ -78,11 +78,11 @@ SAME_AS_ONE_PROCESS = {
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("way", SAME_AS_ONE_PROCESS)
-def test_synchronous_ways_are_one_process(way, name):
+@pytest.mark.parametrize("algorithm", SAME_AS_ONE_PROCESS)
+def test_synchronous_ways_are_one_process(algorithm, name):
     make, batch, epochs = OBJECTIVES[name]
     objective = make()
-    run = simulate(SAME_AS_ONE_PROCESS[way](SGD), objective, UNEVEN, epochs=epochs, batch=batch, points=1)
+    run = simulate(SAME_AS_ONE_PROCESS[algorithm](SGD), objective, UNEVEN, epochs=epochs, batch=batch, points=1)
     close(run.weights, one_process(objective, SGD, 4, batch, epochs))
 
 
@@ -108,8 +108,8 @@ def test_gossip_on_the_complete_graph_is_an_all_reduce(name):
 )
 def test_servers_and_all_reduce_keep_the_optimizer_of_one_process(descent):
     expected = one_process(quadratic(), descent, 4, 4, 3)
-    for way in (AllReduce(descent), ParameterServer(descent, "synchronous", servers=3)):
-        close(simulate(way, quadratic(), UNEVEN, epochs=3, batch=4).weights, expected)
+    for algorithm in (AllReduce(descent), ParameterServer(descent, "synchronous", servers=3)):
+        close(simulate(algorithm, quadratic(), UNEVEN, epochs=3, batch=4).weights, expected)
 
 
 def test_a_schedule_by_samples_is_the_same_for_local_sgd_of_period_1():
@@ -135,7 +135,7 @@ def test_a_staleness_bound_of_0_is_synchronous(name, servers):
 def test_diloco_with_an_outer_rate_of_1_is_averaging(name, period):
     make, batch, epochs = OBJECTIVES[name]
     plain, outer = PeriodicAveraging(SGD, period), PeriodicAveraging(SGD, period, outer=Descent(1.0))
-    runs = [simulate(way, make(), UNEVEN, epochs=epochs, batch=batch, points=1) for way in (plain, outer)]
+    runs = [simulate(algorithm, make(), UNEVEN, epochs=epochs, batch=batch, points=1) for algorithm in (plain, outer)]
     close(runs[0].weights, runs[1].weights)
     slow = simulate(slowmo(period, SGD, momentum=0.0), make(), UNEVEN, epochs=epochs, batch=batch, points=1)
     close(slow.weights, runs[0].weights)
@@ -159,13 +159,13 @@ def test_what_compensates_and_bounds_nothing_is_asynchronous_bit_for_bit():
 def test_one_worker_is_one_process_in_every_way():
     alone = Workers(1)
     expected = one_process(quadratic(), SGD, 1, 4, 2)
-    ways = [
+    algorithms = [
         AllReduce(SGD), PeriodicAveraging(SGD, 3), Gossip(SGD, "ring"), Gossip(SGD, push_sum=True, delay=1),
         ParameterServer(SGD, "synchronous"), ParameterServer(SGD, servers=3), ParameterServer(SGD, bound=0),
         ParameterServer(SGD, max_staleness=0), ParameterServer(SGD, "hogwild", servers=2),
     ]  # fmt: skip
-    for way in ways:
-        close(simulate(way, quadratic(), alone, epochs=2, batch=4).weights, expected)
+    for algorithm in algorithms:
+        close(simulate(algorithm, quadratic(), alone, epochs=2, batch=4).weights, expected)
 
 
 def test_gradients_in_closed_form_are_those_of_autograd():

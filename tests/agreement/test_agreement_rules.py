@@ -1,4 +1,4 @@
-"""The rules of each way, one by one, against torch's optimizers and formulas written out."""
+"""The rules of each algorithm, one by one, against torch's optimizers and formulas written out."""
 
 import random
 
@@ -16,8 +16,8 @@ from widefield.agreement import (
 )
 from widefield.agreement.all_reduce import all_reduce_bytes, weighted_mean
 from widefield.agreement.descent import DescentState
-from widefield.agreement.gossip import PushSum, mixed, pairwise_mean, push_sum
-from widefield.agreement.mixing import GRAPHS, MixingGraph, of_edges, ring
+from widefield.agreement.gossip import PushSum, pairwise_mean, push_sum
+from widefield.agreement.mixing import GRAPHS, MixingGraph, mixed, of_edges, ring
 from widefield.agreement.periodic import hierarchical, local_sgd, outer_step, post_local_sgd, slow_momentum_step
 from widefield.agreement.server import (
     ServerPart,

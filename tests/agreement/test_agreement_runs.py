@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from agreeing import BATCH, EACH, SGD, UNEVEN, WAYS, random_workers
+from agreeing import ALGORITHMS, BATCH, EACH, SGD, UNEVEN, random_workers
 
 from widefield.agreement import (
     AllDiedError,
@@ -40,7 +40,7 @@ SIZE = 8 * 8
 
 
 def run_of(name: str, workers: Workers = UNEVEN, *, epochs: int = 2, seed: int = 0, num_samples: int = 64):
-    return simulate(WAYS[name], quadratic(num_samples), workers, epochs=epochs, batch=BATCH, seed=seed)
+    return simulate(ALGORITHMS[name], quadratic(num_samples), workers, epochs=epochs, batch=BATCH, seed=seed)
 
 
 def lowest_loss(num_samples: int) -> float:
@@ -53,7 +53,7 @@ def lowest_loss(num_samples: int) -> float:
     return objective.loss(weights)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_way_learns_each_sample_once_and_lowers_the_loss(name):
     run = run_of(name, epochs=6, num_samples=62)
     assert run.learned == Counter(dict.fromkeys(range(6 * 62), 1))
@@ -70,12 +70,12 @@ def test_digits_are_learned():
     assert objective.accuracy(objective.start) < 0.2 and objective.accuracy(run.weights) > 0.9
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_run_is_replayed_from_its_log_bit_for_bit(name):
     for seed in range(5):
         workers = random_workers(seed, count=4, dying=seed > 2 and name != "pairwise")
         run = run_of(name, workers, seed=seed)
-        again = replay(EventLog.from_text(run.log.to_text()), WAYS[name], quadratic())
+        again = replay(EventLog.from_text(run.log.to_text()), ALGORITHMS[name], quadratic())
         assert again.log == run.log and torch.equal(again.weights, run.weights) and again.losses == run.losses
         assert (again.staleness, again.idle_seconds, again.bytes_sent) == (run.staleness, run.idle_seconds, run.bytes_sent)
 
@@ -96,7 +96,7 @@ def counts(log: EventLog) -> Counter[str]:
 def test_servers_send_the_weights_twice_per_gradient_and_once_more_to_each_worker(name):
     run = run_of(name)
     gradients = 2 * 64 // BATCH
-    reads = counts(run.log)["read"] / WAYS[name].servers
+    reads = counts(run.log)["read"] / ALGORITHMS[name].servers
     assert run.bytes_sent == (gradients + reads) * SIZE
     if name in ("asynchronous", "synchronous", "compensated_adaptive"):
         assert run.bytes_sent == (2 * gradients + 4) * SIZE
@@ -164,19 +164,25 @@ def test_messages_take_latency_and_bandwidth():
 SLOW = Workers(4, Delay(1.0, "lognormal", 0.1), slow={3: 5.0}, connection=Connection(Delay(0.005, "exponential"), 1e7))
 
 
-def speed(way, epochs: int = 4) -> float:
-    log = simulate_times(way, SLOW, num_samples=1797, numel=650, epochs=epochs)
+def speed(algorithm, epochs: int = 4) -> float:
+    log = simulate_times(algorithm, SLOW, num_samples=1797, numel=650, epochs=epochs)
     return 1797 * epochs / log.seconds
 
 
 @pytest.mark.parametrize(
-    "way",
-    [ParameterServer(EACH), PairwiseGossip(SGD), ParameterServer(EACH, max_staleness=16), WAYS["compensated"], WAYS["hogwild"]],
+    "algorithm",
+    [
+        ParameterServer(EACH),
+        PairwiseGossip(SGD),
+        ParameterServer(EACH, max_staleness=16),
+        ALGORITHMS["compensated"],
+        ALGORITHMS["hogwild"],
+    ],
     ids=["asynchronous", "pairwise", "bounded delay", "compensated", "hogwild"],
 )
-def test_a_worker_five_times_slower_costs_asynchronous_ways_little(way):
+def test_a_worker_five_times_slower_costs_asynchronous_ways_little(algorithm):
     """3.2 batches per second in place of 0.8, less what messages and the end cost."""
-    assert speed(way) >= 2.2 * speed(ParameterServer(SGD, "synchronous"))
+    assert speed(algorithm) >= 2.2 * speed(ParameterServer(SGD, "synchronous"))
 
 
 def test_a_bound_in_steps_lets_workers_be_ahead_and_then_waits_for_the_slow_one():
@@ -192,24 +198,30 @@ def test_a_bound_in_steps_lets_workers_be_ahead_and_then_waits_for_the_slow_one(
 @pytest.mark.parametrize("name", ["asynchronous", "bounded", "bounded_delay", "compensated", "hogwild"])
 def test_staleness_in_the_log_is_what_the_servers_record(name):
     run = run_of(name)
-    weights = ServerWeights(WAYS[name], quadratic(), 4)
+    weights = ServerWeights(ALGORITHMS[name], quadratic(), 4)
     for event in run.log.events:
         weights.apply(event)
     assert Counter(one for part in weights.parts for one in part.staleness) == run.staleness
-    assert run.staleness.total() == 2 * 64 // BATCH * WAYS[name].servers
+    assert run.staleness.total() == 2 * 64 // BATCH * ALGORITHMS[name].servers
     assert run.staleness[1] > 0, "else nothing was asynchronous"
 
 
 # ---------------------------------------------------------------------------------------------- deaths
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_whoever_dies_no_sample_is_lost_or_learned_twice(name):
     ended = deaths = 0
     for seed in range(40):
         try:
             log = simulate_times(
-                WAYS[name], random_workers(seed, count=4, dying=True), num_samples=62, numel=8, epochs=2, batch=BATCH, seed=seed
+                ALGORITHMS[name],
+                random_workers(seed, count=4, dying=True),
+                num_samples=62,
+                numel=8,
+                epochs=2,
+                batch=BATCH,
+                seed=seed,
             )
         except AllDiedError:
             continue
@@ -219,10 +231,10 @@ def test_whoever_dies_no_sample_is_lost_or_learned_twice(name):
     assert ended >= 20 and deaths >= ended
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_worker_that_comes_back_learns_again(name):
     workers = Workers(4, connection=Connection(Delay(0.01), 1e5), deaths=(Death(1, 2.5, back=6.2),))
-    run = simulate(WAYS[name], quadratic(), workers, epochs=3, batch=BATCH)
+    run = simulate(ALGORITHMS[name], quadratic(), workers, epochs=3, batch=BATCH)
     assert set(run.learned.values()) == {1} and run.learned.total() == 3 * 64
     (joined,) = [event.time for event in run.log.events if event.kind == "join"]
     after = [event for event in run.log.events if event.kind == "gradient" and event.time > joined and event.workers[0] == 1]
@@ -242,7 +254,7 @@ def each_sample_moves_its_weight(num_samples: int) -> Objective:
 
 
 @pytest.mark.parametrize(
-    "way",
+    "algorithm",
     [
         ParameterServer(Descent(1.0, lr_samples=1), "synchronous", servers=2, backup=1),
         ParameterServer(Descent(1.0, lr_samples=1), servers=3),
@@ -252,18 +264,18 @@ def each_sample_moves_its_weight(num_samples: int) -> Objective:
         AllReduce(Descent(1.0, lr_samples=1)),
     ],
 )
-def test_the_weights_say_too_that_each_sample_was_learned_once_whoever_died(way):
+def test_the_weights_say_too_that_each_sample_was_learned_once_whoever_died(algorithm):
     for seed in range(12):
         workers = random_workers(seed, count=4, dying=True)
         try:
-            run = simulate(way, each_sample_moves_its_weight(30), workers, epochs=3, batch=BATCH, seed=seed, points=1)
+            run = simulate(algorithm, each_sample_moves_its_weight(30), workers, epochs=3, batch=BATCH, seed=seed, points=1)
         except AllDiedError:
             continue
         torch.testing.assert_close(run.weights, torch.full((30,), 3.0, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("way", "deaths", "words"),
+    ("algorithm", "deaths", "words"),
     [
         (AllReduce(SGD), [Death(one, 1.5) for one in range(4)], "the last worker that lived died, with 48 samples left"),
         (AllReduce(SGD), [Death(one, 1.5, back=3.0) for one in range(4)], "the last worker that lived died"),
@@ -273,10 +285,10 @@ def test_the_weights_say_too_that_each_sample_was_learned_once_whoever_died(way)
         (PairwiseGossip(SGD), [Death(one, 1.5, back=2.5) for one in (0, 1)], "no peer lives"),
     ],
 )
-def test_when_nobody_is_left_the_error_says_so(way, deaths, words):
+def test_when_nobody_is_left_the_error_says_so(algorithm, deaths, words):
     count = 2 if "no peer" in words else 4
     with pytest.raises(AllDiedError, match=words):
-        simulate(way, quadratic(64), Workers(count, deaths=tuple(deaths)), batch=BATCH)
+        simulate(algorithm, quadratic(64), Workers(count, deaths=tuple(deaths)), batch=BATCH)
 
 
 def test_servers_outlive_all_workers_and_go_on_with_those_that_come_back():
@@ -295,9 +307,9 @@ def one_way(workers: int) -> MixingGraph:
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
 def test_masses_sum_to_the_workers_once_all_messages_are_there(delay):
-    way = Gossip(SGD, one_way, push_sum=True, delay=delay)
-    run = simulate(way, quadratic(), UNEVEN, epochs=2, batch=BATCH)
-    peers = PeerWeights(way, quadratic(), 4)
+    algorithm = Gossip(SGD, one_way, push_sum=True, delay=delay)
+    run = simulate(algorithm, quadratic(), UNEVEN, epochs=2, batch=BATCH)
+    peers = PeerWeights(algorithm, quadratic(), 4)
     last_mix = max(place for place, event in enumerate(run.log.events) if event.kind == "mix")
     for event in run.log.events[: last_mix + 1]:
         peers.apply(event)
@@ -316,9 +328,9 @@ def test_masses_sum_to_the_workers_once_all_messages_are_there(delay):
         (lambda: simulate(AllReduce(), quadratic(), Workers(2), epochs=0), "0 epochs"),
         (lambda: simulate(ParameterServer(kind="synchronous", backup=2), quadratic(), Workers(2)), "leave none to wait for"),
         (lambda: simulate(ParameterServer(servers=9), quadratic(), Workers(2)), "8 parameters on 9 servers"),
-        (lambda: replay(run_of("pairwise").log, WAYS["all_reduce"], quadratic()), "the log is of PairwiseGossip"),
+        (lambda: replay(run_of("pairwise").log, ALGORITHMS["all_reduce"], quadratic()), "the log is of PairwiseGossip"),
         (
-            lambda: replay(run_of("pairwise").log, WAYS["pairwise"], quadratic(65)),
+            lambda: replay(run_of("pairwise").log, ALGORITHMS["pairwise"], quadratic(65)),
             "64 samples and 8 weights, and the objective",
         ),
         (lambda: Workers(0), "a run of 0 workers"),
@@ -333,7 +345,7 @@ def test_masses_sum_to_the_workers_once_all_messages_are_there(delay):
         (lambda: Delay(1.0, "uniform", 2.0), "below 0"),
         (lambda: Connection(bytes_per_second=0.0), "0.0 bytes per second"),
         (lambda: EventLog.from_text(""), "not a log of a simulation"),
-        (lambda: EventLog.from_text('{"way": 1}'), "not a log of a simulation"),
+        (lambda: EventLog.from_text('{"algorithm": 1}'), "not a log of a simulation"),
         (lambda: Event.from_json("[1]"), "not an event of a log"),
         (lambda: Event.from_json('{"time": 1.0, "kind": "nap", "workers": []}'), "kind 'nap'"),
         (lambda: PeerWeights(AllReduce(), quadratic(), 2).apply(Event(0.0, "push", (0,))), "kind push in the log of AllReduce"),
@@ -370,9 +382,9 @@ def test_a_worker_has_one_batch_at_a_time():
 
 
 def test_a_way_is_the_same_text_in_every_process():
-    way = PeriodicAveraging(replace(SGD, lr=lr_of_samples), 2)
-    log = simulate_times(way, Workers(2), num_samples=4, numel=2, batch=1)
-    assert "lr=" in log.way and "lr_of_samples" in log.way and " at 0x" not in log.way
+    algorithm = PeriodicAveraging(replace(SGD, lr=lr_of_samples), 2)
+    log = simulate_times(algorithm, Workers(2), num_samples=4, numel=2, batch=1)
+    assert "lr=" in log.algorithm and "lr_of_samples" in log.algorithm and " at 0x" not in log.algorithm
 
 
 def lr_of_samples(seen: int) -> float:

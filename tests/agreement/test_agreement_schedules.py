@@ -34,8 +34,8 @@ def test_no_worker_is_ever_further_ahead_than_the_bound(seeds):
     reached = Counter()
     for seed in seeds:
         bound, workers = seed % 4, random_workers(seed)
-        way = ParameterServer(EACH, bound=bound, servers=1 + seed % 2)
-        log = simulate_times(way, workers, num_samples=12 + 4 * (seed % 3), numel=4, batch=1, seed=seed)
+        algorithm = ParameterServer(EACH, bound=bound, servers=1 + seed % 2)
+        log = simulate_times(algorithm, workers, num_samples=12 + 4 * (seed % 3), numel=4, batch=1, seed=seed)
         most, stalest = most_ahead(log), max(staleness_of(log))
         # Between a worker's read at step c and its push, another one, at c - bound or later, gets to c + bound + 1 at most.
         assert most <= bound and stalest <= (workers.count - 1) * (2 * bound + 1), f"seed {seed}"
@@ -75,13 +75,13 @@ def whole_numbers() -> Objective:
 @SEEDS
 def test_pairs_never_wait_without_end_and_lose_no_update(seeds):
     """Every average keeps the sum of all weights, so before the last one it is the sum of all updates, bit for bit."""
-    objective, way = whole_numbers(), PairwiseGossip(Descent(1.0))
+    objective, algorithm = whole_numbers(), PairwiseGossip(Descent(1.0))
     for seed in seeds:
         workers = random_workers(seed)
-        log = simulate_times(way, workers, num_samples=12, numel=1, batch=1, seed=seed)
+        log = simulate_times(algorithm, workers, num_samples=12, numel=1, batch=1, seed=seed)
         kinds = Counter(event.kind for event in log.events)
         assert kinds["gradient"] == kinds["step"] == 12 and kinds["offer"] == kinds["pair"], f"seed {seed}"
-        peers = PeerWeights(way, objective, workers.count)
+        peers = PeerWeights(algorithm, objective, workers.count)
         for event in log.events[:-1]:
             peers.apply(event)
         assert sum(float(one.weights[0]) for one in peers.replicas.values()) == 2**20 * sum(range(12)), f"seed {seed}"

@@ -1,4 +1,4 @@
-"""How replicas come to agree on the weights: one file per way, as rules on tensors that know neither processes nor networks.
+"""How replicas come to agree on the weights: a file per algorithm, rules on tensors that know neither processes nor networks.
 
     mixing          who hears whom, with what weight, and how fast that makes all agree
     descent         the optimizer of a worker, a server or an outer step, on one tensor

@@ -1,6 +1,6 @@
 """Synchronous data-parallel training: after every batch all workers take one step with the mean of their gradients.
 
-The numbers are one process's with the batches of all.  The other ways to agree are compared with this one.
+The numbers are one process's with the batches of all.  The other algorithms are compared with this one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from widefield.agreement.descent import Descent
+from widefield.agreement.mixing import mixed
 
 
 def weighted_mean(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -18,10 +19,7 @@ def weighted_mean(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     total = sum(counts)
     if total < 1:
         raise ValueError(f"a mean of {len(tensors)} tensors with {total} samples in all; at least one has to have a sample")
-    mean = tensors[0] * (counts[0] / total)
-    for tensor, count in zip(tensors[1:], counts[1:], strict=True):
-        mean = mean + tensor * (count / total)
-    return mean
+    return mixed(tensors, [count / total for count in counts])
 
 
 def all_reduce_bytes(workers: int, size: int) -> int:

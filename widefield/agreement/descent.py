@@ -2,7 +2,7 @@
 
 The formulas are torch.optim's.  They are here once more because a server keeps their state per part of the parameters, and a
 worker that comes back takes that of a peer.  Learning rates are functions of the samples learned from, since the number of
-updates per epoch differs between ways to agree.
+updates per epoch differs between algorithms.
 """
 
 from __future__ import annotations

@@ -79,10 +79,11 @@ class Event:
 class EventLog:
     """All events in the order in which they happen, and of what run.
 
-    way: how workers agree, in words; a log is replayed with the same.  numel: how many weights.  seconds: when the run ended.
+    algorithm: how workers agree, in words; a log is replayed with the same.  numel: how many weights.  seconds: when the run
+    ended.
     """
 
-    way: str
+    algorithm: str
     workers: int
     num_samples: int
     epochs: int

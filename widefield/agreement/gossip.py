@@ -21,18 +21,10 @@ import torch
 from torch import Tensor
 
 from widefield.agreement.descent import Descent
-from widefield.agreement.mixing import GRAPHS, MixingGraph, bipartite
+from widefield.agreement.mixing import GRAPHS, MixingGraph, bipartite, mixed
 
 MASS_BYTES = 8
 """What push-sum sends beside the weights: the mass, in float64."""
-
-
-def mixed(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """One row of a mix: the sum of what a worker holds and hears, times the weights."""
-    total = tensors[0] * weights[0]
-    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total = total + tensor * weight
-    return total
 
 
 def pairwise_mean(one: Tensor, other: Tensor) -> Tensor:

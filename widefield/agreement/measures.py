@@ -79,17 +79,19 @@ class Measured:
             self._measure(event.time, weights)
             self.next_at = weights.learned + self.every
 
-    def _measure(self, seconds: float, weights: HasWeights) -> None:
+    def _measure(self, seconds: float, weights: HasWeights) -> Tensor:
+        """The consensus of which a point was added."""
         consensus = weights.consensus()
         check_is_finite(consensus, seconds)
         self.points.append(LossPoint(seconds, weights.learned, self.objective.loss(consensus), weights.distance()))
+        return consensus
 
     def finish(self, log: EventLog, weights: HasWeights) -> SimulatedRun:
         """Measure once more, and put it all together."""
-        self._measure(log.seconds, weights)
+        final = self._measure(log.seconds, weights)
         return SimulatedRun(
             log,
-            weights.consensus(),
+            final,
             tuple(self.points),
             staleness_of(log),
             idle_seconds(log),

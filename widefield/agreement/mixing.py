@@ -69,6 +69,14 @@ def _refuse_unless_column_stochastic(matrix: Tensor, what: str, workers: int) ->
         )
 
 
+def mixed(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """One row of a mix: the sum of tensors times their weights."""
+    total = tensors[0] * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total = total + tensor * weight
+    return total
+
+
 # ---------------------------------------------------------------------------------------------- weights of any graph
 
 
@@ -131,7 +139,7 @@ def exponential(workers: int) -> MixingGraph:
     """Each hears those 1, 2, 4, ... places before it, in equal parts with itself.  Contraction 1 - O(1/log n)."""
     places = [2**k for k in range(_bits(workers))]
     shifts = [_shift(workers, place) for place in (0, *places)]
-    return MixingGraph("exponential", (_sum(shifts) / len(shifts),))
+    return MixingGraph("exponential", (torch.stack(shifts).mean(0),))
 
 
 def one_peer_exponential(workers: int) -> MixingGraph:
@@ -180,10 +188,6 @@ def _hears(workers: int, are_neighbours: Callable[[int, int], bool]) -> Tensor:
 def _shift(workers: int, places: int) -> Tensor:
     """The permutation with which each hears the one so many places before it."""
     return torch.eye(workers, dtype=torch.float64).roll(places, 0)
-
-
-def _sum(matrices: Sequence[Tensor]) -> Tensor:
-    return reduce(torch.add, matrices)
 
 
 # ---------------------------------------------------------------------------------------------- how fast

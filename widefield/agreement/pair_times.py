@@ -17,18 +17,17 @@ from widefield.agreement.run_times import QueuedTimes
 @dataclass
 class PairTimes(QueuedTimes):
     """partners: whom each active worker may ask.  asking: by passive worker, who waits for it.  exchanging: by passive worker,
-    with whom.  ready: by worker, the number of its gradient that it has not stepped with.
+    with whom.
     """
 
-    way: PairwiseGossip = field(default_factory=PairwiseGossip)
+    algorithm: PairwiseGossip = field(default_factory=PairwiseGossip)
     partners: dict[int, tuple[int, ...]] = field(default_factory=dict)
     asking: dict[int, list[int]] = field(default_factory=dict)
     exchanging: dict[int, int] = field(default_factory=dict)
-    ready: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.partners = self.way.partners(self.count)
+        self.partners = self.algorithm.partners(self.count)
         self.asking = {worker: [] for worker in range(self.count) if worker not in self.partners}
 
     def run(self) -> tuple[float, list[Event]]:
@@ -99,8 +98,7 @@ class PairTimes(QueuedTimes):
         self._exchange_next(passive)
 
     def left(self, worker: int) -> tuple[int, ...]:
-        samples = self.account.taken.get(worker, ()) if self.ready.pop(worker, None) is not None else ()
-        samples += self.account.lose(worker)
+        samples = self.lost_with(worker)
         if worker in self.partners:
             self._forget_active(worker)
         else:

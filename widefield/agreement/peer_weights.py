@@ -11,11 +11,12 @@ from torch import Tensor
 from widefield.agreement.all_reduce import AllReduce, weighted_mean
 from widefield.agreement.descent import Descent, DescentState
 from widefield.agreement.events import Event
-from widefield.agreement.gossip import Gossip, PairwiseGossip, PushSum, mixed, pairwise_mean, push_sum
+from widefield.agreement.gossip import Gossip, PairwiseGossip, PushSum, pairwise_mean, push_sum
+from widefield.agreement.mixing import mixed
 from widefield.agreement.objectives import Objective
 from widefield.agreement.periodic import PeriodicAveraging, SlowMomentum, outer_step, slow_momentum_step
 
-PeerWay = AllReduce | PeriodicAveraging | Gossip | PairwiseGossip
+PeerAlgorithm = AllReduce | PeriodicAveraging | Gossip | PairwiseGossip
 
 
 @dataclass
@@ -44,15 +45,15 @@ class PeerWeights:
     A learning rate that depends on samples is of a worker's own so far times the number of workers, which it knows by itself.
     """
 
-    def __init__(self, way: PeerWay, objective: Objective, workers: int) -> None:
-        self.way, self.objective, self.workers = way, objective, workers
-        self.replicas = {one: Replica(PushSum(objective.start), DescentState(way.descent)) for one in range(workers)}
+    def __init__(self, algorithm: PeerAlgorithm, objective: Objective, workers: int) -> None:
+        self.algorithm, self.objective, self.workers = algorithm, objective, workers
+        self.replicas = {one: Replica(PushSum(objective.start), DescentState(algorithm.descent)) for one in range(workers)}
         self.gradients: dict[int, tuple[Tensor, int]] = {}
         self.sent: dict[tuple[int, int], tuple[PushSum, set[int]]] = {}
         self.offered: dict[int, Tensor] = {}
         self.agreed = objective.start
         """The weights that all last agreed on, of which outer steps go out."""
-        outer = way.outer if isinstance(way, PeriodicAveraging) else None
+        outer = algorithm.outer if isinstance(algorithm, PeriodicAveraging) else None
         self.outer_state = DescentState(outer) if isinstance(outer, Descent) else None
         self.velocity: Tensor | None = None
         self.learned = 0
@@ -66,7 +67,8 @@ class PeerWeights:
         """Let one event happen.  ValueError: a kind that only servers know."""
         if event.kind not in self.does:
             raise ValueError(
-                f"an event of the kind {event.kind} in the log of {type(self.way).__name__}; replay it with its own way"
+                f"an event of the kind {event.kind} in the log of {type(self.algorithm).__name__}; replay it with its own "
+                "algorithm"
             )
         self.does[event.kind](event)
 
@@ -91,7 +93,7 @@ class PeerWeights:
         self.gradients[event.numbers[0]] = self.objective.gradient_of(of, event.samples), len(event.samples)
 
     def _rate(self, replica: Replica, count: int) -> float:
-        return self.way.descent.rate(seen=replica.seen * self.workers, count=count)
+        return self.algorithm.descent.rate(seen=replica.seen * self.workers, count=count)
 
     def _step(self, event: Event) -> None:
         replica = self.replicas[event.workers[0]]
@@ -106,7 +108,7 @@ class PeerWeights:
     def _reduce(self, event: Event) -> None:
         gradients, counts = zip(*(self.gradients.pop(number) for number in event.numbers), strict=True)
         mean, count = weighted_mean(gradients, counts), sum(counts)
-        rate = self.way.descent.rate(seen=self.learned, count=count)
+        rate = self.algorithm.descent.rate(seen=self.learned, count=count)
         for replica in self.replicas.values():
             replica.held = PushSum(replica.state.step(replica.weights, mean, rate))
         self.learned += count
@@ -115,7 +117,7 @@ class PeerWeights:
 
     def _mean_of(self, workers: tuple[int, ...]) -> Tensor:
         replicas = [self.replicas[one] for one in workers]
-        if not isinstance(self.way, PeriodicAveraging):
+        if not isinstance(self.algorithm, PeriodicAveraging):
             return torch.stack([one.weights for one in replicas]).mean(0)
         counts = [one.since for one in replicas]
         return weighted_mean([one.weights for one in replicas], counts if sum(counts) else [1] * len(replicas))
@@ -130,12 +132,12 @@ class PeerWeights:
             self.agreed = weights
             for replica in self.replicas.values():
                 replica.since = 0
-                if not getattr(self.way, "keeps_state", True):
-                    replica.state = DescentState(self.way.descent)
+                if not getattr(self.algorithm, "keeps_state", True):
+                    replica.state = DescentState(self.algorithm.descent)
 
     def _outer(self, event: Event) -> None:
-        assert isinstance(self.way, PeriodicAveraging), "only periodic averaging has an outer step"
-        mean, outer = self._mean_of(event.workers), self.way.outer
+        assert isinstance(self.algorithm, PeriodicAveraging), "only periodic averaging has an outer step"
+        mean, outer = self._mean_of(event.workers), self.algorithm.outer
         if isinstance(outer, SlowMomentum):
             rate = max(self.replicas[one].rate for one in event.workers)
             new, self.velocity = slow_momentum_step(self.agreed, mean, self.velocity, outer, rate)
@@ -154,7 +156,7 @@ class PeerWeights:
         heard = [self._hear(hearer, key) for key in zip(senders, event.rounds, strict=True)]
         replica = self.replicas[hearer]
         held = [replica.held, *heard]
-        if getattr(self.way, "push_sum", False):
+        if getattr(self.algorithm, "push_sum", False):
             replica.held = push_sum(held, event.weights)
         else:
             replica.held = PushSum(mixed([one.value for one in held], event.weights))

@@ -24,15 +24,13 @@ Heard = dict[int, list[tuple[int, float]]]
 class RoundTimes(RunTimes):
     """free: by living worker, when it can begin the next round.  steps: rounds that began.
 
-    to_come: deaths that have not happened.  away: dead workers that come back, and when.  ready: by worker, the gradient of
-    this round that is in no weights yet.
+    to_come: deaths that have not happened.  away: dead workers that come back, and when.
     """
 
     free: dict[int, float] = field(default_factory=dict)
     steps: int = 0
     to_come: dict[int, list[Death]] = field(default_factory=dict)
     away: dict[int, float] = field(default_factory=dict)
-    ready: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,9 +60,8 @@ class RoundTimes(RunTimes):
         if not self.to_come[worker] or self.to_come[worker][0].at >= time:
             return False
         death = self.to_come[worker].pop(0)
-        samples = self.account.taken.get(worker, ()) if self.ready.pop(worker, None) is not None else ()
+        samples = self.lost_with(worker)
         seconds = max(0.0, death.at - self.started.pop(worker, death.at))
-        samples += self.account.lose(worker)
         self.write(death.at, "die", worker, samples=samples, seconds=seconds)
         del self.free[worker]
         if death.back is not None:
@@ -134,7 +131,7 @@ class RoundTimes(RunTimes):
 class AllReduceTimes(RoundTimes):
     """All wait for all, after each batch."""
 
-    way: AllReduce = field(default_factory=AllReduce)
+    algorithm: AllReduce = field(default_factory=AllReduce)
 
     def one_round(self) -> None:
         self.compute()
@@ -151,23 +148,23 @@ class AllReduceTimes(RoundTimes):
 class PeriodicTimes(RoundTimes):
     """Steps alone; all or a group wait for each other when they average.  has_agreed: whether all did after the last step."""
 
-    way: PeriodicAveraging = field(default_factory=PeriodicAveraging)
+    algorithm: PeriodicAveraging = field(default_factory=PeriodicAveraging)
     has_agreed: bool = True
 
     def one_round(self) -> None:
         self.compute()
         self.step_alone()
-        size = self.way.averages_after(self.steps, self.count)
+        size = self.algorithm.averages_after(self.steps, self.count)
         self.has_agreed = size == self.count
         if self.has_agreed:
-            self.average(sorted(self.free), "outer" if self.way.has_outer_step(self.steps) else "average")
+            self.average(sorted(self.free), "outer" if self.algorithm.has_outer_step(self.steps) else "average")
         elif size > 1:
             for first in range(0, self.count, size):
                 self.average([worker for worker in range(first, min(first + size, self.count)) if worker in self.free])
 
     def last_agreement(self) -> None:
         if not self.has_agreed:
-            self.average(sorted(self.free), "average" if self.way.outer is None else "outer")
+            self.average(sorted(self.free), "average" if self.algorithm.outer is None else "outer")
 
 
 @dataclass
@@ -178,15 +175,15 @@ class GossipTimes(RoundTimes):
     arrive.
     """
 
-    way: Gossip = field(default_factory=Gossip)
+    algorithm: Gossip = field(default_factory=Gossip)
     heard: dict[int, Heard] = field(default_factory=dict)
     batches_sent: dict[tuple[int, int], frozenset[tuple[int, ...]]] = field(default_factory=dict)
     sent_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def one_round(self) -> None:
-        period = self.way.global_period
+        period = self.algorithm.global_period
         averages = period is not None and self.steps % period == 0
-        if self.way.combines_first and not averages:
+        if self.algorithm.combines_first and not averages:
             begins = dict(self.free)
             self.compute()
             own = self._send(begins)
@@ -203,12 +200,12 @@ class GossipTimes(RoundTimes):
     def _send(self, at: dict[int, float]) -> dict[int, float]:
         """Let every living worker send its weights to those who hear it; the part that each keeps of its own."""
         workers, step = sorted(self.free), self.steps
-        matrix = self.way.graph_of(len(workers)).matrix_at(step - 1).tolist()
+        matrix = self.algorithm.graph_of(len(workers)).matrix_at(step - 1).tolist()
         rows = {one: dict(zip(workers, row, strict=True)) for one, row in zip(workers, matrix, strict=True)}
         self.heard[step] = {one: [(two, row[two]) for two in workers if two != one and row[two]] for one, row in rows.items()}
         for sender in workers:
             hearers = [one for one in workers if one != sender and rows[one][sender]]
-            size = self.size + MASS_BYTES * self.way.push_sum
+            size = self.size + MASS_BYTES * self.algorithm.push_sum
             self.write(at[sender], "send", sender, *hearers, part=step, bytes=size * len(hearers))
             busiest = max([len(hearers), *(len(self.heard[step][hearer]) for hearer in hearers)])
             seconds = self.durations.transfer(busiest * size) + self.durations.latency(sender)
@@ -218,7 +215,7 @@ class GossipTimes(RoundTimes):
 
     def _mix(self, own: dict[int, float]) -> None:
         """Let every living worker mix what it has with what it hears, which was sent `delay` rounds ago."""
-        sent = self.steps - self.way.delay
+        sent = self.steps - self.algorithm.delay
         heard = {one: [(sent, *pair) for pair in self.heard.get(sent, {}).get(one, [])] for one in own if one in self.free}
         self._mix_all(heard, own)
         self.account.forget_common(list(self.free))

@@ -1,4 +1,4 @@
-"""What the times of every way have in common: the log that they write, who lives, and who takes which batch."""
+"""What the times of every algorithm have in common: the log that they write, who lives, and who takes which batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class RunTimes:
     """One run in the making.  size: bytes of all weights.
 
     living: workers, in order.  lives: how often each has died; what was planned for an earlier life does not happen.
-    started: by worker, when its gradient in the making began.
+    started: by worker, when its gradient in the making began.  ready: by worker, the number of its gradient that is in no
+    weights yet.
     """
 
     durations: Durations
@@ -30,6 +31,7 @@ class RunTimes:
     living: dict[int, None] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=dict)
     started: dict[int, float] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
     gradients: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +57,11 @@ class RunTimes:
         """The number of the next gradient."""
         self.gradients += 1
         return self.gradients - 1
+
+    def lost_with(self, worker: int) -> tuple[int, ...]:
+        """A worker dies: what it had is given out again; the samples of gradients in the log that die with it."""
+        unused = self.account.taken.get(worker, ()) if self.ready.pop(worker, None) is not None else ()
+        return unused + self.account.lose(worker)
 
     def all_reduce_seconds(self, workers: Sequence[int]) -> float:
         """2 (n - 1) messages of an n-th of the weights, one after another; the slowest latency counts."""

@@ -19,7 +19,7 @@ class ServerTimes(QueuedTimes):
     received: by worker, which parts it has read for its next gradient.  flying: parts of gradients on their way.
     """
 
-    way: ParameterServer = field(default_factory=ParameterServer)
+    algorithm: ParameterServer = field(default_factory=ParameterServer)
     sizes: tuple[int, ...] = (0,)
     received: dict[int, set[int]] = field(default_factory=dict)
     busy_until: dict[tuple[str, str, int], float] = field(default_factory=dict)
@@ -98,8 +98,8 @@ class AsynchronousTimes(ServerTimes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.clocks = [StalenessClocks(self.way.bound) for _ in self.sizes]
-        self.limits = [StalenessLimit(self.way.max_staleness) for _ in self.sizes]
+        self.clocks = [StalenessClocks(self.algorithm.bound) for _ in self.sizes]
+        self.limits = [StalenessLimit(self.algorithm.max_staleness) for _ in self.sizes]
         self.waiting, self.held = [[] for _ in self.sizes], [[] for _ in self.sizes]
         for worker in self.living:
             self._enter(worker)
@@ -215,7 +215,7 @@ class SynchronousTimes(ServerTimes):
         """Step once enough gradients are here, or nobody is left who could bring one."""
         have = {worker for worker, life in self.here.values() if self.lives[worker] == life}
         others = [worker for worker in self.living if worker not in have and worker not in self.parked]
-        if not self.here or (others and len(self.here) < self.way.needed(self.count)):
+        if not self.here or (others and len(self.here) < self.algorithm.needed(self.count)):
             return
         numbers = sorted(self.here, key=lambda number: (self.here[number][0], number))
         self.write(self.queue.now, "reduce", *(self.here[number][0] for number in numbers), numbers=tuple(numbers))

@@ -31,10 +31,10 @@ class ServerWeights:
     A learning rate that depends on samples is of those that all gradients computed so far had, less those dropped.
     """
 
-    def __init__(self, way: ParameterServer, objective: Objective, workers: int) -> None:
-        self.way, self.objective = way, objective
-        self.slices = even_parts(objective.start.numel(), way.servers)
-        self.parts = way.parts_of(objective.start)
+    def __init__(self, algorithm: ParameterServer, objective: Objective, workers: int) -> None:
+        self.algorithm, self.objective = algorithm, objective
+        self.slices = even_parts(objective.start.numel(), algorithm.servers)
+        self.parts = algorithm.parts_of(objective.start)
         self.read: dict[int, dict[int, tuple[Tensor, int]]] = {one: {} for one in range(workers)}
         self.pushed: dict[int, PushedGradient] = {}
         self.learned = 0
@@ -46,7 +46,9 @@ class ServerWeights:
     def apply(self, event: Event) -> None:
         """Let one event happen.  ValueError: a kind that only peers know."""
         if event.kind not in self.does:
-            raise ValueError(f"an event of the kind {event.kind} in the log of a parameter server; replay it with its own way")
+            raise ValueError(
+                f"an event of the kind {event.kind} in the log of a parameter server; replay it with its own algorithm"
+            )
         self.does[event.kind](event)
 
     def consensus(self) -> Tensor:
@@ -65,7 +67,7 @@ class ServerWeights:
         read = self.read[event.workers[0]]
         then, versions = zip(*(read[part] for part in range(len(self.parts))), strict=True)
         gradient, count = self.objective.gradient_of(joined(then), event.samples), len(event.samples)
-        rate = self.way.descent.rate(seen=self.learned, count=count)
+        rate = self.algorithm.descent.rate(seen=self.learned, count=count)
         parts = set(range(len(self.parts)))
         self.pushed[event.numbers[0]] = PushedGradient(gradient, count, rate, list(then), list(versions), parts)
         self.learned += count
@@ -83,7 +85,7 @@ class ServerWeights:
         pushed = [self.pushed.pop(number) for number in event.numbers]
         counts = [one.count for one in pushed]
         mean, seen = weighted_mean([one.gradient for one in pushed], counts), self.learned - sum(counts)
-        rate = self.way.descent.rate(seen=max(0, seen), count=sum(counts))
+        rate = self.algorithm.descent.rate(seen=max(0, seen), count=sum(counts))
         for index, (part, place) in enumerate(zip(self.parts, self.slices, strict=True)):
             part.push(mean[place], rate, then=pushed[0].then[index], version=pushed[0].versions[index])
 

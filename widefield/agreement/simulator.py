@@ -14,7 +14,7 @@ from widefield.agreement.all_reduce import AllReduce
 from widefield.agreement.events import EventLog
 from widefield.agreement.gossip import Gossip, PairwiseGossip
 from widefield.agreement.measures import Measured, SimulatedRun
-from widefield.agreement.objectives import Objective, check_is_finite
+from widefield.agreement.objectives import Objective
 from widefield.agreement.pair_times import PairTimes
 from widefield.agreement.peer_weights import PeerWeights
 from widefield.agreement.periodic import PeriodicAveraging
@@ -26,30 +26,37 @@ from widefield.agreement.server_times import AsynchronousTimes, SynchronousTimes
 from widefield.agreement.server_weights import ServerWeights
 from widefield.agreement.workers import Durations, Workers
 
-Way = AllReduce | PeriodicAveraging | Gossip | PairwiseGossip | ParameterServer
+Algorithm = AllReduce | PeriodicAveraging | Gossip | PairwiseGossip | ParameterServer
 
 POINTS = 50
 """How often the loss is measured in a run."""
 
 
 def simulate(
-    way: Way, objective: Objective, workers: Workers, *, epochs: int = 1, batch: int = 16, seed: int = 0, points: int = POINTS
+    algorithm: Algorithm,
+    objective: Objective,
+    workers: Workers,
+    *,
+    epochs: int = 1,
+    batch: int = 16,
+    seed: int = 0,
+    points: int = POINTS,
 ) -> SimulatedRun:
-    """Train an objective with workers that agree in some way.
+    """Train an objective with workers that agree by some algorithm.
 
     batch: samples per worker and gradient.  seed: of the order of samples, and of all times.  points: how often the loss and
     the consensus distance are measured.
     ValueError: options that do not fit.  AllDiedError: nobody is left.  RuntimeError: the weights are not finite.
     """
     log = simulate_times(
-        way, workers, num_samples=objective.num_samples, numel=objective.start.numel(), itemsize=objective.start.itemsize,
+        algorithm, workers, num_samples=objective.num_samples, numel=objective.start.numel(), itemsize=objective.start.itemsize,
         epochs=epochs, batch=batch, seed=seed,
     )  # fmt: skip
-    return replay(log, way, objective, points=points)
+    return replay(log, algorithm, objective, points=points)
 
 
 def simulate_times(
-    way: Way,
+    algorithm: Algorithm,
     workers: Workers,
     *,
     num_samples: int,
@@ -64,21 +71,21 @@ def simulate_times(
     numel, itemsize: how many weights there are, and bytes of each as they are sent.
     """
     account = SampleAccount(num_samples, epochs, batch, seed)
-    seconds, events = _times(way, Durations(workers, seed), account, numel, itemsize).run()
-    return EventLog(in_words(way), workers.count, num_samples, epochs, numel, seconds, tuple(events))
+    seconds, events = _times(algorithm, Durations(workers, seed), account, numel, itemsize).run()
+    return EventLog(in_words(algorithm), workers.count, num_samples, epochs, numel, seconds, tuple(events))
 
 
-def _times(way: Way, durations: Durations, account: SampleAccount, numel: int, itemsize: int) -> Any:
-    """The times of a way."""
-    common: dict[str, Any] = {"durations": durations, "account": account, "size": numel * itemsize, "way": way}
+def _times(algorithm: Algorithm, durations: Durations, account: SampleAccount, numel: int, itemsize: int) -> Any:
+    """The times of an algorithm."""
+    common: dict[str, Any] = {"durations": durations, "account": account, "size": numel * itemsize, "algorithm": algorithm}
     times: type[RunTimes]
-    match way:
+    match algorithm:
         case ParameterServer():
-            parts = even_parts(numel, way.servers)
-            in_memory = way.kind == "hogwild"
+            parts = even_parts(numel, algorithm.servers)
+            in_memory = algorithm.kind == "hogwild"
             common["sizes"] = tuple(0 if in_memory else (part.stop - part.start) * itemsize for part in parts)
-            way.needed(durations.workers.count)
-            times = SynchronousTimes if way.kind == "synchronous" else AsynchronousTimes
+            algorithm.needed(durations.workers.count)
+            times = SynchronousTimes if algorithm.kind == "synchronous" else AsynchronousTimes
         case PairwiseGossip():
             times = PairTimes
         case Gossip():
@@ -89,37 +96,36 @@ def _times(way: Way, durations: Durations, account: SampleAccount, numel: int, i
             times = AllReduceTimes
         case _:
             raise ValueError(
-                f"{way!r} is no way to agree; take AllReduce, PeriodicAveraging, Gossip, PairwiseGossip or ParameterServer"
+                f"{algorithm!r} is no way to agree; take AllReduce, PeriodicAveraging, Gossip, PairwiseGossip or "
+                "ParameterServer"
             )
     return times(**common)
 
 
-def replay(log: EventLog, way: Way, objective: Objective, *, points: int = POINTS) -> SimulatedRun:
+def replay(log: EventLog, algorithm: Algorithm, objective: Objective, *, points: int = POINTS) -> SimulatedRun:
     """Compute a run from its log: the same bits as when it was simulated.
 
-    ValueError: the log is of another way, or of another objective's size.
+    ValueError: the log is of another algorithm, or of another objective's size.
     """
-    if log.way != in_words(way):
-        raise ValueError(f"the log is of {log.way}, and the way is {in_words(way)}; replay it with the same")
+    if log.algorithm != in_words(algorithm):
+        raise ValueError(f"the log is of {log.algorithm}, and the algorithm is {in_words(algorithm)}; replay it with the same")
     if (log.num_samples, log.numel) != (objective.num_samples, objective.start.numel()):
         raise ValueError(
             f"the log is of {log.num_samples:,} samples and {log.numel:,} weights, and the objective has "
             f"{objective.num_samples:,} and {objective.start.numel():,}; replay it with the same"
         )
-    kind = ServerWeights if isinstance(way, ParameterServer) else PeerWeights
-    weights: Any = kind(way, objective, log.workers)  # type: ignore[arg-type]
+    kind = ServerWeights if isinstance(algorithm, ParameterServer) else PeerWeights
+    weights: Any = kind(algorithm, objective, log.workers)  # type: ignore[arg-type]
     measured = Measured(objective, every=max(1, log.num_samples * log.epochs // max(1, points)))
     for event in log.events:
         weights.apply(event)
         measured.look(event, weights)
-    final = weights.consensus()
-    check_is_finite(final, log.seconds)
     return measured.finish(log, weights)
 
 
-def in_words(way: Any) -> str:
-    """A way as text that is the same in every process: functions by their names."""
-    if is_dataclass(way) and not isinstance(way, type):
-        inner = ", ".join(f"{one.name}={in_words(getattr(way, one.name))}" for one in fields(way))
-        return f"{type(way).__name__}({inner})"
-    return f"{way.__module__}.{way.__qualname__}" if callable(way) else repr(way)
+def in_words(algorithm: Any) -> str:
+    """An algorithm as text that is the same in every process: functions by their names."""
+    if is_dataclass(algorithm) and not isinstance(algorithm, type):
+        inner = ", ".join(f"{one.name}={in_words(getattr(algorithm, one.name))}" for one in fields(algorithm))
+        return f"{type(algorithm).__name__}({inner})"
+    return f"{algorithm.__module__}.{algorithm.__qualname__}" if callable(algorithm) else repr(algorithm)
