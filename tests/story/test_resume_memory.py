@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from ranks import on_ranks
 
 from widefield.config import read_config
 from widefield.plans import plan_of
+from widefield.streaming.storage.heap import trim_heap
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.passes import Passes
@@ -67,7 +67,7 @@ def compared(mesh, source: Path, settings: list[str]) -> tuple[int, int]:
     """The peak of resident bytes above the beginning: of a resume, from nothing to a loaded learner; and of two steps after."""
     _learner(mesh, settings)  # what the first time allocates for good
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else pages of what is freed would be used again, and not be seen
+    trim_heap()  # else pages of what is freed would be used again, and not be seen
     _forget_peak()
     before = _status("VmRSS")
     parts = assemble(read_config(PAGE, settings), mesh)

@@ -64,12 +64,10 @@ class Refusal:
 
     def to_tree(self) -> dict[str, Any]:
         """For the record: the number of the step is that of its batch."""
-        tree = asdict(self)
-        turn = {key: tree.pop(key) for key in ("member", "after")}
-        return {
-            "found": tree.pop("kind"), "batch_step": tree.pop("step"), **tree, "index": list(self.index),
-            **({key: turn[key] for key in turn} if self.member else {}),
-        }  # fmt: skip
+        tree = asdict(self) | {"index": list(self.index)}
+        if not self.member:
+            del tree["member"], tree["after"]
+        return {"found": tree.pop("kind"), "batch_step": tree.pop("step"), **tree}
 
 
 class RefusedStepError(AgreedError):

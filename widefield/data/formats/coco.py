@@ -55,7 +55,7 @@ def open_dataset(
     about: Tree = {"source": str(root), "classes": list(names[0].values()), "channels": channels, "group": group}
     more = [f"{len(odd)} boxes without an area left out, the first of {odd[0]}"] if odd else []
     dataset = dataset_of_boxes(sides[-1], config, train=sides[0] if len(sides) == 2 else None, more=more, **about)
-    return replace(dataset, class_ids=tuple(names[-1]))
+    return replace(dataset, class_ids=tuple(names[0]))
 
 
 def _annotation_files(root: Path, train: str | None, evaluate: str | None) -> list[Path]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import datetime
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,6 @@ class SharedForward:
         """The modes in which a forward has run on rows.  Until then an error means that the model cannot run on them."""
         self.gives_sums = False
         """Whether the last forward on rows returned a result of the whole batch."""
-        self.is_probing = False
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """The output of `run(*args, **kwargs)`, the forward of `model`, for this copy's samples of the whole batch."""
@@ -74,9 +73,10 @@ class SharedForward:
         if not _samples_in(args, kwargs):
             return run(*args, **kwargs)
         plain = run.uncompiled if isinstance(run, Compiled) else run
-        run, plain, is_compiled = partial(self._run_to_end, run), partial(self._run_to_end, plain), plain is not run
         if model.training not in self.mixes_samples:
-            self._probe(model, plain, args, kwargs)
+            self._probe(model, partial(self._run_to_end, plain, True), args, kwargs)
+        is_compiled = plain is not run
+        run, plain = (partial(self._run_to_end, one, False) for one in (run, plain))
         if self.mixes_samples[model.training]:
             return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
         before = ForwardState(model)
@@ -87,7 +87,7 @@ class SharedForward:
         self.mixes_samples[model.training] = True
         return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
 
-    def _run_to_end(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_to_end(self, run: Callable[..., Any], in_probe: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, then `on_end`; after an error too, so that other ranks hear of it.
 
         A run's watch tells them at once, wherever they wait; but in a probe they go on, and expect to be told here.
@@ -97,7 +97,7 @@ class SharedForward:
         except RanksDiverged:
             raise
         except Exception:
-            if self.mesh.watch is None or self.is_probing:
+            if self.mesh.watch is None or in_probe:
                 with suppress(RanksDiverged):  # the error of the forward says more
                     self.on_end("an error")
             raise
@@ -110,8 +110,7 @@ class SharedForward:
         """Find out whether samples interact, by running the model on this copy alone and on rows; then restore its state."""
         before = ForwardState(model)
         failed: Exception | None = None
-        hidden = torch.autograd.graph.saved_tensors_hooks(torch.detach, _same)  # hides hooks around, which count saved tensors
-        with self._while_probing(), hidden:
+        with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # hide hooks around, which count saved tensors
             try:
                 output = run(*args, **kwargs)
             except Exception as error:
@@ -124,14 +123,6 @@ class SharedForward:
             before.restore()
             self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
             before.restore()
-
-    @contextmanager
-    def _while_probing(self) -> Iterator[None]:
-        self.is_probing = True
-        try:
-            yield
-        finally:
-            self.is_probing = False
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[list[int] | None]:
         """For each dim of each output, how many entries may belong to a sample, from the outputs of each copy alone.

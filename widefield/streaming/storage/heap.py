@@ -40,16 +40,20 @@ def trimmed(tiles: Iterable[T], keeps: bool = False) -> Iterator[T]:
 
 def trim_heap() -> None:
     """Once, now: what is allocated afterwards is new to the system too, and seen by whoever asks it how much there is."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
 
 
 @cache
 def _trim() -> Callable[[int], object] | None:
-    """malloc_trim of glibc, after its threshold was set for this process; None: the C library is another one."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "malloc_trim"):
+    """malloc_trim, after its threshold was set for this process; None: the C library is another one."""
+    if (library := _glibc()) is None:
         return None
     library.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
     return library.malloc_trim
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library; None where it is another one, which does not trim."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "malloc_trim") else None
