@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from command import RECIPES, fingerprint, forget_after, losses
+from devices import here
 
 from widefield import inference
 from widefield.comm.mesh import Mesh, World
@@ -55,8 +55,8 @@ class SmallRecipe:
         return numbers + self.scores(found)
 
     def alone(self, steps: int, *settings: str, plan: Plan = ALONE) -> list[float]:
-        """Those of one rank."""
-        return self.numbers(Mesh(plan, World(), torch.device("cpu")), steps, *settings)
+        """Those of one rank, on the device of the test that runs."""
+        return self.numbers(Mesh(plan, World(), here()), steps, *settings)
 
     # ------------------------------------------------------------------------------------------ runs
 

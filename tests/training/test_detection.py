@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 
@@ -48,6 +49,7 @@ RECIPE = SmallRecipe("page_detection", SMALL, scores)
 # ---------------------------------------------------------------------------------------------- plans
 
 
+@on_gpu_too
 @BOTH
 @pytest.mark.parametrize(
     "plan",
@@ -68,12 +70,14 @@ def test_ten_steps_of_the_recipe_are_those_of_one_rank(plan, settings):
         assert found == pytest.approx(wanted, rel=1e-8, nan_ok=True)
 
 
+@on_gpu_too
 @BOTH
 def test_ten_steps_of_the_recipe_in_a_stream_are_those_of_one_rank(settings):
     stream = Plan(stream=StreamConfig(tiles=[2, 2]))
     assert RECIPE.alone(10, *settings, plan=stream) == pytest.approx(RECIPE.alone(10, *settings), rel=1e-8, nan_ok=True)
 
 
+@on_gpu_too
 @BOTH
 def test_channels_on_two_ranks_learn_as_one_rank(settings):
     wanted = RECIPE.alone(3, *settings)

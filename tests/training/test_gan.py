@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 from torch.nn import functional as F
@@ -77,6 +78,7 @@ def test_turns_are_a_loop_by_hand():
 # ---------------------------------------------------------------------------------------------- plans
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     "plan",
     [
@@ -95,10 +97,12 @@ def test_twenty_steps_of_the_recipe_are_those_of_one_rank(plan):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
+@on_gpu_too
 def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     assert RECIPE.alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(20), rel=1e-8)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[1, 2]), Plan(shard=2), Plan(channel=2)], ids=str)
 def test_penalties_on_gradients_are_those_of_one_rank(plan):
     """Every second step; the points between real and made images are drawn alike."""

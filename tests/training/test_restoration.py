@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 from torch.nn import functional as F
@@ -36,6 +37,7 @@ RECIPE = SmallRecipe("page_restoration", SMALL, scores)
 # ---------------------------------------------------------------------------------------------- plans
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     "plan",
     [
@@ -52,10 +54,12 @@ def test_twenty_steps_of_the_recipe_are_those_of_one_rank(plan):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
+@on_gpu_too
 def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     assert RECIPE.alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(20), rel=1e-8)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("settings", [[], [MOVED], [CUT]], ids=["whole", "moved", "cut"])
 def test_tiles_of_twice_the_pixels_learn_as_one_rank(settings):
     """Rows are cut at odd places of the targets' grid where 17 rows are 9 and 8."""
