@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -34,6 +35,20 @@ def place(mesh):
 def test_ranks_know_their_place(size, device):
     axes = {"replicate": size}
     assert on_ranks(size, place) == [(rank, size, rank == 0, device, axes) for rank in range(size)]
+
+
+def threads_of_a_backward(mesh):
+    threads = set[int]()
+    leaf = torch.ones(3, device=mesh.device, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(lambda _: threads.add(threading.get_ident()))
+    product.sum().backward()
+    return threads == {threading.get_ident()}
+
+
+@on_gpu_too
+def test_a_backward_runs_in_the_thread_that_calls_it():
+    assert on_ranks(2, threads_of_a_backward) == [True, True]
 
 
 def exchanged(mesh):

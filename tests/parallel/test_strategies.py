@@ -511,6 +511,29 @@ def test_compressed_gradients_are_off_by_rounding_alone(compression, tolerance):
     assert f"gradients travel as {compression}" in why[-1]
 
 
+def full_rank(mesh, memory_format):
+    """Gradients that PowerSGD sends with as many ranks as their smallest matrix has, which lose nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=memory_format)
+    parallelize(model, mesh)
+    for number in range(3):
+        x = torch.randn(2, 3, 7, 8, generator=torch.Generator().manual_seed(10 * number + mesh.rank))
+        model.zero_grad()
+        model(x.contiguous(memory_format=memory_format)).square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_powersgd_sends_weights_in_channels_last():
+    plan = Plan(replicate=2, compression="powersgd", powersgd_rank=4, powersgd_start_step=2)
+    (exact, _), (found, other) = (
+        on_ranks(2, full_rank, torch.channels_last),
+        on_ranks(2, full_rank, torch.channels_last, plan=plan),
+    )
+    for name in exact:
+        assert torch.equal(found[name], other[name]) and found[name].stride() == exact[name].stride()
+        torch.testing.assert_close(found[name], exact[name], rtol=1e-4, atol=1e-6)
+
+
 def mismatched(mesh, saved):
     model = laid_out(mesh, BATCH_NORM)
     try:

@@ -55,11 +55,23 @@ def gpu_of(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
+def backward_in_this_thread(device: torch.device) -> None:
+    """Have backward passes of a GPU run in the thread that calls them, as the CPU's do: all ranks keep one order.
+
+    A backward runs the node first that was made last, by numbers that each thread counts for itself.  In a GPU's thread, the
+    nodes of a gradient that is differentiated again would get numbers of that thread, and come after nodes that FSDP2 takes
+    for the last to read a weight; and of several roots it runs one before it knows of the next, which differs from rank to
+    rank, and with it the order of their messages.
+    """
+    if device.type == "cuda":
+        torch.autograd.set_multithreading_enabled(False)
+
+
 def backend_for(device: torch.device) -> str:
     """The `backend` argument of `torch.distributed.init_process_group`: one backend for CPU tensors, one for the GPU's."""
     if device.type != "cuda":
         return "gloo"
-    return "cpu:gloo,cuda:nccl" if ranks_per_gpu() == 1 else "cpu:gloo,cuda:gloo"
+    return "cpu:gloo,cuda:nccl" if ranks_per_gpu() == 1 else "gloo"  # which takes tensors of both
 
 
 def passes_the_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from widefield.comm import collectives, process_groups
 from widefield.comm.at_exit import settle_before_exit
-from widefield.comm.devices import RANKS_PER_GPU, backend_for, device_of, gpu_of, passes_the_host
+from widefield.comm.devices import RANKS_PER_GPU, backend_for, backward_in_this_thread, device_of, gpu_of, passes_the_host
 from widefield.comm.interfaces import interfaces_in_words
 from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.meeting import placed_on_machine, rendezvous_seconds, store_of_meeting
@@ -292,6 +292,8 @@ def join(
 ) -> Mesh:
     """Initialize torch.distributed and make the process groups of `plan`; every rank calls it.  `leave` undoes it.
 
+    On a GPU, backward passes run in the calling thread from then on (see `backward_in_this_thread`).
+
     A default process group that exists already is used as it is.  On a single rank nothing is initialized.
     device: what this rank computes on; by default its GPU, or the CPU where its machine has none.
     timeout_seconds: of the rendezvous and of messages; None: `rendezvous_seconds()`.
@@ -307,6 +309,7 @@ def join(
     if world.size == 1:
         return Mesh(plan, world, device, grid=Grid(tuple(plan.space)))
     opened = not dist.is_initialized()
+    backward_in_this_thread(device)
     with asking_whether_alive():
         if opened:
             _meet(world, device, seconds)

@@ -188,10 +188,15 @@ class Bucket:
         return self._flat
 
     def gradients(self) -> list[Tensor]:
-        return self._views
+        """Views of the buffer, dims in the order in which they lie there: PowerSGD makes a matrix of each without a copy."""
+        return [view.permute(_order_in_memory(view)) for view in self._views]
 
     def set_buffer(self, buffer: Tensor) -> None:
         self._flat.copy_(buffer)
+
+
+def _order_in_memory(tensor: Tensor) -> list[int]:
+    return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
 
 
 def _users_of(tensor: Tensor) -> int:
