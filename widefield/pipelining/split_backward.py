@@ -88,8 +88,8 @@ def merge_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge those of torch's parameter groups that share a parameter or an intermediate node, so that none is counted twice.
 
     A group is a dict: `params`; `intermediates`, the autograd nodes where their paths meet those of inputs; `grads`, the
-    gradients that these nodes got.  The nodes are in the order in which a backward pass runs them: autograd's thread of a GPU
-    begins with the first that it is handed, and ranks that hold tiles of the same images must begin with the same.
+    gradients that these nodes got.  Nodes, and groups by their first node, are in the order in which a backward pass runs them:
+    torch gives them in that of their addresses, and ranks that hold tiles of the same images must send in the same order.
     """
     disjoint: list[tuple[set, dict[Node, Any]]] = []
     for group in groups:
@@ -98,6 +98,7 @@ def merge_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             disjoint.remove(other)
             params, met = other[0] | params, other[1] | met
         disjoint.append((params, met))
+    disjoint.sort(key=lambda group: max(map(node_number_of, group[1]), default=-1), reverse=True)
     return [{"params": params, **_in_order_of_the_backward(met)} for params, met in disjoint]
 
 
