@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from planner.measured_step import MeasuredStep
-from planner.truth_cases import TruthCase, data_of
+from planner.truth_cases import Case, TruthCase
 
 from widefield.planner.emulation import emulated_step
 from widefield.planner.step_record import StepRecord
@@ -51,7 +51,7 @@ class Gates:
         return found
 
 
-def emulated(case: TruthCase) -> list[StepRecord] | str:
+def emulated(case: Case) -> list[StepRecord] | str:
     """The record of each rank, or the words in which the plan is refused."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks of tests have
@@ -59,7 +59,7 @@ def emulated(case: TruthCase) -> list[StepRecord] | str:
         config = case.config
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # of a real one that torch copies
-            return [emulated_step(config, ranks=case.ranks, rank=rank, given=data_of(case)) for rank in range(case.ranks)]
+            return [emulated_step(config, ranks=case.ranks, rank=rank, given=case.given) for rank in range(case.ranks)]
     except (ValueError, NotImplementedError) as error:
         return str(error)
     finally:

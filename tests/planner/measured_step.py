@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from planner.allocations import allocations, mark
-from planner.truth_cases import TruthCase, data_of
+from planner.truth_cases import Case
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,7 +54,7 @@ class MeasuredStep:
     refused: str = ""
 
 
-def measured(mesh: Mesh, case: TruthCase) -> MeasuredStep:
+def measured(mesh: Mesh, case: Case) -> MeasuredStep:
     """Run on every rank; `refused` holds the words where the plan is refused."""
     gc.collect()
     step = MeasuredStep()
@@ -80,9 +80,9 @@ def measured(mesh: Mesh, case: TruthCase) -> MeasuredStep:
     return step
 
 
-def learner_and_batches(mesh: Mesh, case: TruthCase) -> tuple[Learner, list[Any]]:
+def learner_and_batches(mesh: Mesh, case: Case) -> tuple[Learner, list[Any]]:
     """As a run makes them: the learner, and this rank's batches of the first step."""
-    parts: Parts = mesh.together(lambda: assemble(case.config, mesh, given=data_of(case)))
+    parts: Parts = mesh.together(lambda: assemble(case.config, mesh, given=case.given))
     learner, _ = mesh.together(lambda: learner_of(parts))
     passes = Passes(training_batches(parts, first=0, last=1), parts.config.gradient.accumulate)
     try:
@@ -179,7 +179,7 @@ def _gloo(recorder: torch.profiler.profile, first: int, last: int) -> dict[str, 
 # ---------------------------------------------------------------------------------------------- FLOPs
 
 
-def flops_of(mesh: Mesh, case: TruthCase) -> int:
+def flops_of(mesh: Mesh, case: Case) -> int:
     """Of a step of the plain model on one rank: forward and backward of its whole batch."""
     learner, batches = learner_and_batches(mesh, case)
     with FlopCounterMode(display=False) as counter:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,34 +33,34 @@ class Net:
 
 
 PAGE, VOLUME = (3, 96, 96), (1, 32, 32, 32)
-_SEGMENTATION = "segmentation"
+SEGMENTATION = "segmentation"
 _MONAI_3D = {"spatial_dims": 3, "in_channels": 1}
 
 NETS = {
-    "unet": Net("unet", PAGE, _SEGMENTATION, {"widths": [16, 32, 64]}),
-    "unet group": Net("unet", PAGE, _SEGMENTATION, {"widths": [16, 32, 64], "norm": "group"}),
-    "unet 3-D": Net("unet", VOLUME, _SEGMENTATION, {"widths": [8, 16, 32]}, batch=2),
+    "unet": Net("unet", PAGE, SEGMENTATION, {"widths": [16, 32, 64]}),
+    "unet group": Net("unet", PAGE, SEGMENTATION, {"widths": [16, 32, 64], "norm": "group"}),
+    "unet 3-D": Net("unet", VOLUME, SEGMENTATION, {"widths": [8, 16, 32]}, batch=2),
     "resnet": Net("resnet", PAGE, options={"widths": [16, 32, 64], "blocks": 2}),
     "resnet50": Net("torchvision/resnet50", PAGE),
     "vgg11_bn": Net("torchvision/vgg11_bn", (3, 64, 64)),
-    "deeplabv3": Net("torchvision/deeplabv3_resnet50", PAGE, _SEGMENTATION),
+    "deeplabv3": Net("torchvision/deeplabv3_resnet50", PAGE, SEGMENTATION),
     "convnext": Net("timm/convnext_atto", PAGE),
     "efficientnet": Net("timm/efficientnet_b0", PAGE),
     "vit": Net("timm/vit_tiny_patch16_224", PAGE, options={"img_size": 96}),
     "densenet": Net("timm/densenet121", PAGE),
     "mobilenet": Net("timm/mobilenetv3_small_100", PAGE),
-    "smp unet": Net("smp/Unet", PAGE, _SEGMENTATION, {"encoder_name": "resnet18", "encoder_weights": None}),
+    "smp unet": Net("smp/Unet", PAGE, SEGMENTATION, {"encoder_name": "resnet18", "encoder_weights": None}),
     "monai unet 3-D": Net(
         "monai/UNet",
         VOLUME,
-        _SEGMENTATION,
+        SEGMENTATION,
         _MONAI_3D | {"channels": [8, 16, 32], "strides": [2, 2], "num_res_units": 1},
         batch=2,
     ),
     "dynunet 3-D": Net(
         "monai/DynUNet",
         VOLUME,
-        _SEGMENTATION,
+        SEGMENTATION,
         _MONAI_3D | {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
         batch=2,
     ),
@@ -92,6 +93,19 @@ SUITE = tuple(PLANS)[:12]
 OPTIMIZERS = {"sgd": ["optimizer.name=sgd", "optimizer.lr=1e-3"], "adamw": ["optimizer.name=adamw", "optimizer.lr=1e-3"]}
 
 
+class Case(Protocol):
+    """A training run of some ranks: its recipe and its data."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def given(self) -> Given: ...
+
+
 @dataclass(frozen=True)
 class TruthCase:
     """A model under a plan with an optimizer, by their names."""
@@ -110,7 +124,11 @@ class TruthCase:
     @property
     def config(self) -> RunConfig:
         net = NETS[self.net]
-        return parse_config(_recipe(net), [*_plan_of(net, self.plan), *OPTIMIZERS[self.optimizer]])
+        return parse_config(recipe_of(net), [*_plan_of(net, self.plan), *OPTIMIZERS[self.optimizer]])
+
+    @property
+    def given(self) -> Given:
+        return data_of(NETS[self.net])
 
 
 def all_cases() -> list[TruthCase]:
@@ -129,7 +147,7 @@ def _plan_of(net: Net, plan: str) -> list[str]:
     return settings
 
 
-def _recipe(net: Net) -> str:
+def recipe_of(net: Net) -> str:
     options = ", ".join(f"{name}: {_yaml(value)}" for name, value in net.options.items())
     return f"""
 model: {{name: {net.name}, options: {{{options}}}}}
@@ -151,11 +169,11 @@ class RandomSamples:
 
     classes = [f"class {number}" for number in range(CLASSES)]
 
-    def __init__(self, image: tuple[int, ...], task: str) -> None:
-        self.image, self.task = image, task
+    def __init__(self, net: Net) -> None:
+        self.image, self.task, self.samples = net.image, net.task, max(SAMPLES, net.batch)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         random = np.random.default_rng(index)
@@ -165,7 +183,6 @@ class RandomSamples:
         return image, torch.from_numpy(random.integers(0, CLASSES, self.image[1:]))
 
 
-def data_of(case: TruthCase) -> Given:
-    net = NETS[case.net]
-    samples = RandomSamples(net.image, net.task)
+def data_of(net: Net) -> Given:
+    samples = RandomSamples(net)
     return Given(data=lambda: dataset_of(samples, samples, classes=RandomSamples.classes))

@@ -196,7 +196,7 @@ class Bucket:
 
 
 def _order_in_memory(tensor: Tensor) -> list[int]:
-    return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    return sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
 
 
 def _users_of(tensor: Tensor) -> int:

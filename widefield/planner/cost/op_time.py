@@ -1,9 +1,10 @@
 """How long does an operation take?  As it was measured, as its nearest measured neighbours, or by the roofline.
 
-The roofline is max(flops / peak, bytes / bandwidth), each peak times the part of it that kernels reach.  A neighbour has the
-same operation and dtype; it gives its efficiency, roofline over seconds, and not its seconds, so that a shape twice as large
-takes about twice as long.  Neighbours count by their distance in log flops and log bytes; those of a convolution by the logs of
-its channels, kernel, stride and groups too, on which its speed depends more than on its size.
+The roofline is max(flops / peak, bytes / bandwidth), each peak times the part of it that kernels reach; where a GPU's kernel is
+bound by neither, its own rate counts (gpu_kernels.py).  A neighbour has the same operation and dtype; it gives its efficiency,
+roofline over seconds, and not its seconds, so that a shape twice as large takes about twice as long.  Neighbours count by their
+distance in log flops and log bytes; those of a convolution by the logs of its channels, kernel, stride and groups too, on which
+its speed depends more than on its size.
 
 Parts of the peaks: Device.flops_reached is what NVIDIA's ResNet-50 of `DeepLearningExamples` reaches on a V100 (see the tests).
 """
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from widefield.planner.cost.gpu_kernels import convolution_flops, least_seconds, tensors_of
 from widefield.planner.machines.calibration import Kernel
 from widefield.planner.machines.cluster import Cluster
-from widefield.planner.machines.device import LAUNCHES
+from widefield.planner.machines.device import SHORT_SECONDS
 from widefield.planner.step_record import OpEvent
 
 Source = Literal["measured", "interpolated", "roofline"]
@@ -60,7 +62,7 @@ class OpTimes:
         self.device, self.precision = cluster.device, precision
         calibration = cluster.calibration
         self.kernels = {} if calibration is None else calibration.kernels
-        least = 0.0 if self.device.is_cpu else LAUNCHES * self.device.launch_seconds
+        least = 0.0 if self.device.is_cpu else SHORT_SECONDS
         self.neighbours = _by_operation(row for row in self.kernels.values() if row.seconds >= least)
         self.known: dict[object, Timed] = {}
 
@@ -77,7 +79,7 @@ class OpTimes:
         if kernel is not None:
             return Timed(kernel.seconds, "measured")
         size = event.bytes_read + event.bytes_written
-        seconds = self.roofline(event.name, event.flops, size, event.dtype, event.signature)
+        seconds = self.roofline(event.name, _flops(event), size, event.dtype, event.signature)
         efficiency = self._efficiency(event, size)
         return Timed(seconds, "roofline") if efficiency is None else Timed(seconds / efficiency, "interpolated")
 
@@ -92,6 +94,7 @@ class OpTimes:
         return max(
             flops / (device.peak_flops(precision) * reached * filled),
             moved * size / (device.memory_bytes_per_second * device.bandwidth_reached),
+            0.0 if device.is_cpu else least_seconds(name, signature, size, dtype),
         )
 
     def _efficiency(self, event: OpEvent, size: int) -> float | None:
@@ -101,7 +104,7 @@ class OpTimes:
         near = sorted(
             (distance + _difference(form, convolution_form(row.name, row.signature)), index)
             for index, row in enumerate(rows)
-            if (distance := _distance(row, event.flops, size)) <= FAR
+            if (distance := _distance(row, _flops(event), size)) <= FAR
         )[:NEIGHBOURS]
         if not near:
             return None
@@ -112,6 +115,11 @@ class OpTimes:
             total += weight
             logs += weight * math.log(max(roofline, 1e-9) / max(row.seconds, 1e-9))
         return math.exp(logs / total)
+
+
+def _flops(event: OpEvent) -> float:
+    """Those that are done: torch's counter takes the backward of a convolution in groups for one without."""
+    return convolution_flops("convolution_backward", event.signature) if "convolution_backward" in event.name else event.flops
 
 
 def passes(name: str) -> float:
@@ -131,16 +139,6 @@ def is_converted(name: str, signature: Hashable) -> bool:
         return False
     images = [one for one in tensors_of(signature) if len(one[1]) > 3 and max(one[1][2:]) > 1 and one[1][1] > 1]
     return bool(images) and all(one[2][1] != 1 for one in images)
-
-
-def tensors_of(signature: Hashable) -> Iterator[tuple]:
-    """("tensor", shape, strides, dtype) of each tensor in a signature, lists of tensors with them."""
-    if isinstance(signature, tuple):
-        if signature and signature[0] == "tensor" and len(signature) == 4:
-            yield signature
-        else:
-            for one in signature:
-                yield from tensors_of(one)
 
 
 def _filling(flops: float, peak: float) -> float:

@@ -23,11 +23,12 @@ from widefield.parallel.parallelize import parallelize
 from widefield.planner.machines.calibration import Calibration, Kernel, SentMessage, calibration_path, write_calibration
 from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
 from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution, pointwise
-from widefield.planner.machines.device import LAUNCHES, Device
+from widefield.planner.machines.device import SHORT_SECONDS, Device
 from widefield.planner.machines.link import Link
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import cpu_clock, measure_events, on_cpu
 from widefield.plans import Plan
+from widefield.private_torch.dispatcher import TorchDispatchMode
 from widefield.tiled.api import tile
 from widefield.verification.own_ranks import on_own_ranks
 
@@ -88,8 +89,7 @@ def _add_kernels(calibration: Calibration, device: torch.device, seconds: float,
     say("kernels" if device.type != "cpu" else f"kernels, threads: {torch.get_num_threads()}")
     measure_events(cnn_kernels(device), calibration, time.monotonic() + seconds, device)
     calibration.device = _fitted(calibration.device, calibration.kernels.values())
-    if device.type == "cpu":
-        calibration.host_seconds = host_seconds(device)
+    calibration.host_seconds = host_seconds(device) if device.type == "cpu" else gpu_host_seconds(device)
 
 
 def _threads(device: torch.device) -> int:
@@ -126,7 +126,7 @@ def _fitted(device: Device, kernels: Iterable[Kernel]) -> Device:
     """
     if not device.is_cpu and device.source != NO_SHEET:
         return replace(device, source=f"{device.source}; kernels measured on this machine")
-    kernels = [kernel for kernel in kernels if device.is_cpu or kernel.seconds > LAUNCHES * device.launch_seconds]
+    kernels = [kernel for kernel in kernels if device.is_cpu or kernel.seconds > SHORT_SECONDS]
     flops, reached = dict(device.flops_per_second), []
     for dtype in {kernel.dtype for kernel in kernels}:
         rates = [kernel.flops / kernel.seconds for kernel in kernels if kernel.dtype == dtype and kernel.flops]
@@ -155,6 +155,37 @@ def host_seconds(device: torch.device) -> float:
 
     seconds = step_seconds(lambda: net(image).square().sum().backward())
     return max(1e-6, (seconds - kernels) / operations)
+
+
+def gpu_host_seconds(device: torch.device) -> float:
+    """Of the host for each operation of a step on a GPU: a net of few numbers, whose kernels are shorter than that."""
+    net, image = small_net(20, 1).to(device), torch.rand(1, 2, 2, 2, device=device)
+
+    def step() -> None:
+        net(image).square().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    with OperationCounter() as counter:
+        step()
+    seconds = []
+    for _ in range(35):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[5:]) / counter.operations
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations that torch starts inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 def small_net(layers: int, kernel: int) -> nn.Sequential:

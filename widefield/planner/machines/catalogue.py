@@ -15,8 +15,9 @@ from widefield.planner.machines.device import Device
 from widefield.planner.machines.link import Link
 
 GB, T = 1e9, 1e12
-LAUNCH_SECONDS = 7e-6
-"""Between two small kernels that eager PyTorch starts, forward and backward: 5 to 10 microseconds on servers' hosts."""
+LAUNCH_SECONDS = 40e-6
+"""Between two operations that eager PyTorch starts, with its modules, autograd and autocast: 36 to 65 microseconds in steps of
+four models whose kernels are short, on the hosts of an H100 and an H200."""
 CONTEXT_BYTES = 500 * 2**20
 """CUDA's context with cuDNN and cuBLAS loaded: 300 to 600 MiB by driver and device."""
 

@@ -39,7 +39,8 @@ def _kernels(dtype: str, convolutions: Iterable[tuple[int, ...]], times: int = 1
     for rows, inner, columns in ((8, 512, 1000), (512, 512, 512), (64, 2048, 1000)):
         yield product(times * rows, inner, columns, dtype)
     for batch, channels, size in ((8, 64, 32), (8, 64, 64), (4, 256, 16), (2, 32, 256)):
-        yield from pointwise((times * batch, channels, size, size), dtype)
+        for is_last in (False, True) if last else (False,):
+            yield from pointwise((times * batch, channels, size, size), dtype, last=is_last)
     for numbers in (512, 2**16, 2**20, 2**22):
         yield from optimizer_steps(numbers, dtype)
 
@@ -104,10 +105,11 @@ def product(rows: int, inner: int, columns: int, dtype: str) -> OpEvent:
     return event("aten.mm.default", args, flops=2.0 * rows * inner * columns, read=read, written=rows * columns, dtype=dtype)
 
 
-def pointwise(shape: tuple[int, ...], dtype: str) -> Iterator[OpEvent]:
-    """What is bound by memory: additions, ReLU, batch norm, pooling, copies."""
+def pointwise(shape: tuple[int, ...], dtype: str, *, last: bool = False) -> Iterator[OpEvent]:
+    """What is bound by memory: additions, ReLU, batch norm, pooling, copies.  last: of images with channels last."""
     x, channels = math.prod(shape), shape[1]
-    image, channel, one = spec(shape, dtype), spec((channels,), dtype), functools.partial(event, flops=0.0, dtype=dtype)
+    image, channel = spec(shape, dtype, last=last), spec((channels,), dtype)
+    one = functools.partial(event, flops=0.0, dtype=dtype)
     yield one("aten.add.Tensor", (image, image), read=2 * x, written=x)
     yield one("aten.add_.Tensor", (image, image), read=2 * x, written=x)
     yield one("aten.relu.default", (image,), read=x, written=x)
@@ -124,7 +126,7 @@ def pointwise(shape: tuple[int, ...], dtype: str) -> Iterator[OpEvent]:
     yield one("aten.mean.dim", (image, (-1, -2), True), read=x, written=shape[0] * channels)
     yield one("aten.cat.default", ((image, image), 1), read=2 * x, written=2 * x)
     yield from _activations(image, x, one)
-    yield from _resized(shape, image, dtype)
+    yield from _resized(shape, image, dtype, last=last)
 
 
 def _activations(image: tuple, x: int, one: Callable[..., OpEvent]) -> Iterator[OpEvent]:
@@ -136,10 +138,10 @@ def _activations(image: tuple, x: int, one: Callable[..., OpEvent]) -> Iterator[
     yield one("aten.mul.Tensor", (image, image), read=2 * x, written=x)
 
 
-def _resized(shape: tuple[int, ...], image: tuple, dtype: str) -> Iterator[OpEvent]:
+def _resized(shape: tuple[int, ...], image: tuple, dtype: str, *, last: bool) -> Iterator[OpEvent]:
     """To twice the size, and the gradient back; of images alone."""
     large = (shape[0], shape[1], *(2 * size for size in shape[2:]))
-    x, y, wide = math.prod(shape), math.prod(large), spec(large, dtype)
+    x, y, wide = math.prod(shape), math.prod(large), spec(large, dtype, last=last)
     one = functools.partial(event, flops=0.0, dtype=dtype)
     yield one("aten.upsample_bilinear2d.default", (image, large[2:], False), read=x, written=y)
     yield one("aten.upsample_bilinear2d_backward.default", (wide, large[2:], shape, False), read=y, written=x)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LAUNCHES = 15
-"""A GPU's kernel that is no longer than so many launches tells what the host needed to start it, and nothing of the GPU."""
+SHORT_SECONDS = 2e-5
+"""A GPU's kernel that takes no longer does not fill the GPU, and tells nothing of larger ones."""
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 

@@ -7,16 +7,18 @@ One thread is timed by its own clock, which other programs on the machine do not
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from widefield.planner.machines.calibration import Calibration, Kernel
 from widefield.planner.machines.signature import Call, call_of
 from widefield.planner.step_record import OpEvent, StepRecord
+from widefield.private_torch.gpu_clock import sleep_on_gpu
 
 OTHER_BYTES = 64 * 2**20
 """Read between two runs, to have other numbers in the caches; larger than a core's share of any."""
@@ -70,7 +72,7 @@ def kernel_seconds(event: OpEvent, device: torch.device) -> float | None:
     if call is None:
         return None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _float32_as_such(device):
             call()
             if device.type == "cuda":
                 return _on_gpu(call)
@@ -80,6 +82,18 @@ def kernel_seconds(event: OpEvent, device: torch.device) -> float | None:
             return (warm + on_cpu(call, other=True)) / 2
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
+
+
+@contextlib.contextmanager
+def _float32_as_such(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU computes float32 in float32, as recipes have it; torch's convolutions would be in TF32."""
+    before = torch.backends.cudnn.allow_tf32
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def on_cpu(call: Call, *, other: bool) -> float:
@@ -112,14 +126,16 @@ def _filler() -> torch.Tensor:
 
 
 def _on_gpu(call: Call) -> float:
-    """The mean of runs that follow each other.  A kernel shorter than its launch counts as the launch."""
-    first = _run_of(call, 3)
-    return _run_of(call, max(3, min(50, int(GPU_SECONDS_EACH / max(first, 1e-6)))))
+    """The mean of runs that follow each other, without their launches: the GPU sleeps until the host has started all."""
+    first = _run_of(call, 3, wait_seconds=0.0)
+    repeats = max(3, min(50, int(GPU_SECONDS_EACH / max(first, 1e-6))))
+    return _run_of(call, repeats, wait_seconds=min(2 * repeats * first, GPU_SECONDS_EACH))
 
 
-def _run_of(call: Call, repeats: int) -> float:
+def _run_of(call: Call, repeats: int, *, wait_seconds: float) -> float:
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    sleep_on_gpu(wait_seconds)
     begin.record()
     for _ in range(repeats):
         call()

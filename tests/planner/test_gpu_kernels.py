@@ -1,0 +1,93 @@
+"""What is planned for kernels of a GPU, beside what ten models took on one."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from planner.comparison import emulated
+from planner.gpu_nets import GpuCase, is_held_out, names
+
+from widefield.planner.cost.gpu_kernels import SHORTEST_SECONDS, channels_reach, convolution_flops, least_seconds
+from widefield.planner.cost.op_time import OpTimes
+from widefield.planner.cost.step_time import step_time
+from widefield.planner.machines.cluster_text import cluster_of
+from widefield.planner.machines.cnn_kernels import convolution, pointwise, spec
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu_ops.json"
+H200 = cluster_of("1xH200")
+
+
+def errors_of(name: str) -> tuple[float, float]:
+    """Of the seconds of all kernels, and of the step: planned from the data sheet, over measured, less 1."""
+    measured = json.loads(RESULTS.read_text())["models"][name]
+    records = emulated(GpuCase(name))
+    assert not isinstance(records, str), records
+    times = OpTimes(H200, "bfloat16")
+    kernels = sum(times.of(event).seconds for event in records[0].operations)
+    step = step_time(records, H200, spans=False, precision="bfloat16").seconds
+    return kernels / measured["kernel seconds"] - 1, step / measured["seconds"] - 1
+
+
+@pytest.mark.parametrize("name", ["vgg", "unet 3-D"])
+def test_kernels_of_a_gpu_take_what_is_planned(name):
+    """Images with their channels last, and volumes with theirs first."""
+    assert max(map(abs, errors_of(name))) < 0.2
+
+
+@pytest.mark.long
+@pytest.mark.sweep
+def test_held_out_models_take_what_is_planned():
+    found = [errors_of(name) for name in names() if is_held_out(name)]
+    kernels, steps = ([abs(error) for error in each] for each in zip(*found, strict=True))
+    assert statistics.median(kernels) < 0.15 and max(kernels) < 0.3
+    assert statistics.median(steps) < 0.2 and max(steps) < 0.3
+
+
+def seconds_of(event) -> float:
+    return least_seconds(event.name, event.signature, event.bytes_read + event.bytes_written, event.dtype)
+
+
+def norm_of(events):
+    return next(event for event in events if "batch_norm" in event.name)
+
+
+def test_few_channels_reach_little_of_a_product():
+    assert (
+        channels_reach(512, 512) > 0.99 > channels_reach(64, 64) > 2 * channels_reach(64, 8) > 0.1 > channels_reach(64, 3) > 0
+    )
+    rates = []
+    for channels in (16, 64, 256):
+        forward = next(convolution((256, channels, 16, 16), channels, 3, 1, "bfloat16", last=True))
+        rates.append(forward.flops / seconds_of(forward))
+    assert 6 * rates[0] < rates[1] and 1.8 * rates[1] < rates[2]
+    assert seconds_of(next(convolution((1, 16, 4, 4), 16, 3, 1, "bfloat16", last=True))) == SHORTEST_SECONDS
+
+
+def test_batch_norm_of_channels_first_takes_a_block_of_threads_each():
+    few, many = (
+        next(one for one in pointwise((8, count, 64, 64), "bfloat16") if "batch_norm" in one.name) for count in (16, 128)
+    )
+    assert seconds_of(few) == pytest.approx(seconds_of(many)), "all channels at the same time"
+    last = norm_of(pointwise((8, 16, 64, 64), "bfloat16", last=True))
+    assert seconds_of(few) > 1.3 * seconds_of(last)
+
+
+def test_a_biass_sum_is_counted():
+    image, weight = spec((64, 64, 64, 64), "bfloat16", last=True), spec((64, 64, 3, 3), "bfloat16", last=True)
+    form = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    with_bias, without = (
+        least_seconds("aten.convolution.default", ("", (image, weight, bias, *form), ()), 2**26, "bfloat16")
+        for bias in (spec((64,), "bfloat16"), None)
+    )
+    assert with_bias - without == pytest.approx(4 * 64**4 / 2.7e12)
+
+
+@pytest.mark.parametrize("groups", [1, 32])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_operations_of_convolutions_are_counted_by_their_groups(groups, stride):
+    forward, backward = convolution((2, 32, 9, 8), 32, 3, stride, "float32", groups=groups)
+    assert convolution_flops("convolution", forward.signature) == forward.flops
+    assert convolution_flops("convolution_backward", backward.signature) == backward.flops == 2 * forward.flops
