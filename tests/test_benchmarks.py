@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import few
 
 pytestmark = pytest.mark.long
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -20,7 +21,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", few(SMALL, "data_parallel", is_sweep=True))
 def test_a_benchmark_runs_and_prints_its_ratios(name, tmp_path):
     command = [sys.executable, str(FOLDER / f"{name}.py"), *SMALL[name]]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -30,6 +31,7 @@ def test_a_benchmark_runs_and_prints_its_ratios(name, tmp_path):
     assert "ratio, median of pairs" in json.dumps(told)
 
 
+@pytest.mark.sweep
 def test_the_planners_benchmark_finds_its_gates_kept(tmp_path):
     command = [
         sys.executable,

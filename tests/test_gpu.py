@@ -65,6 +65,7 @@ ROWS = {
 """By part of the benchmark, how many rows it gives."""
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.timeout(1500)

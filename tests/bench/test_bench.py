@@ -160,6 +160,7 @@ def test_ranks_of_a_launcher_are_told_that_bench_starts_its_own(monkeypatch):
         bench(BenchRequest(DIGITS))
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 def test_the_trap_runs_one_plan_with_few_and_many_workers(tmp_path):
     text = run("bench", DIGITS, "--ranks", "1", "--steps", "2", "--plans", "one rank", "--trap", "--out", tmp_path)

@@ -72,6 +72,7 @@ def _key_of(number: int) -> int:
     return seed_of(0, "slide", "train", number)
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 @pytest.mark.alone
 def test_the_commands_of_pathology_lead_from_slides_to_a_classifier_and_maps(study):

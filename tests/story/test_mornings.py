@@ -99,6 +99,7 @@ def test_photos_by_class_with_a_net_from_a_file(morning):
     check_plans_agree(morning, [*recipe, "data.batch_size=8"], "mesh.replicate=2", "mesh.space=[2,1]")
 
 
+@pytest.mark.sweep
 def test_scans_of_16_bits_with_masks_on_tiles(morning):
     morning_data.scans_with_masks(Path("scans"))
     recipe = ["masks", "data.path=scans", "data.workers=0", "model.options.widths=[8,16,32]", "task.loss=dice_cross_entropy",
@@ -128,6 +129,7 @@ def test_own_dataset_loss_and_metric_in_python(morning):
         assert losses(Path("exact") / name) == pytest.approx(losses(Path("exact/alone")), rel=0, abs=1e-8)
 
 
+@pytest.mark.sweep
 def test_a_loop_of_ones_own_with_checkpoints_and_an_exact_evaluation(morning):
     def loop(ranks: int, *words: str) -> dict:
         start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -141,6 +143,7 @@ def test_a_loop_of_ones_own_with_checkpoints_and_an_exact_evaluation(morning):
     assert loop(1, "moved", "60")["losses"] == pytest.approx(alone["losses"], rel=0, abs=1e-8)  # begun on 2 ranks, ended on 1
 
 
+@pytest.mark.sweep
 def test_five_folds_by_patients_of_a_table(morning):
     morning_data.table_of_patients(Path("study"))
     recipe = ["manifest", "data.path=study/scans.csv", "data.options.group=patient", "data.hold_out=null",

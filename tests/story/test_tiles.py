@@ -105,6 +105,7 @@ def test_an_average_clipping_and_accumulation_change_nothing(tmp_path):
     assert_same(trained(tmp_path / "cut", *ALTOGETHER, *LAYOUTS["rows"], ranks=2), one)
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 def test_a_compiled_model_trains_on_tiles_as_one_that_is_not(tmp_path):
     pytest.importorskip("torch._inductor")

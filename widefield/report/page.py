@@ -28,6 +28,7 @@ from widefield.report.evaluations import best_of, metric_name, metric_text, tabl
 from widefield.report.filling import from_files, render
 from widefield.report.guard_events import guard_rows
 from widefield.report.history import history
+from widefield.report.precision import precision_curve
 from widefield.report.predicted import predicted
 from widefield.training.disk import replace_text
 from widefield.training.record import Line, read
@@ -316,6 +317,8 @@ def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
         if best is not None and len(evaluations) > 1:
             caption += f" The dashed line marks the best, at epoch {epochs[best]:.4g} (step {evaluations[best]['step']:,})."
         curves.append(_curve("Evaluation", plots.evaluation_curve(epochs, metrics, losses, best), caption))
+    if (precision := precision_curve(run.evaluation)) is not None:
+        curves.append(_curve("Precision by recall", *precision))
     if steps:
         split = plots.time_curve(x, [line["seconds"] for line in steps], [line["data_seconds"] for line in steps])
         curves.append(_curve("Time per step", split[0], f"Median {_median_rate(run)}." + split[1]))

@@ -36,7 +36,7 @@ _STYLE = {
     "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0, "axes.formatter.useoffset": False,
     "text.parse_math": False, "axes.unicode_minus": True, "figure.constrained_layout.use": True,
 }  # fmt: skip
-_ABOVE: dict[str, Any] = {
+ABOVE: dict[str, Any] = {
     "loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "frameon": False, "ncols": 3, "labelcolor": INK,
 }  # fmt: skip
 """A legend above the axes, where it hides no point."""
@@ -71,7 +71,7 @@ def evaluation_curve(
         for colour, (name, values) in zip(SERIES[:3], metrics.items(), strict=False):
             above.plot(epochs, values, color=colour, label=name, **marker)
         if metrics:
-            above.legend(**_ABOVE, handlelength=1.2)
+            above.legend(**ABOVE, handlelength=1.2)
         below.plot(epochs, losses, color=SERIES[3], **marker)
         _loss_scale(below, np.asarray(losses, float))
         if len(epochs) == 1:
@@ -125,7 +125,7 @@ def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Seq
             axes.margins(x=0)
         top = 1.6 * float(np.quantile(total[1:] if len(total) > 1 else total, 0.95)) or 1.0  # the first would squash all others
         axes.set_ylim(0, top)
-        axes.legend(**_ABOVE, handlelength=1.0)
+        axes.legend(**ABOVE, handlelength=1.0)
         return drawn(figure, "time per step, split into compute and waiting for data"), _beyond(steps, whole, top)
 
 

@@ -34,7 +34,7 @@ from widefield.training.drawn_boxes import mistakes_of_boxes
 from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of
 from widefield.training.image_thumbnails import pictures_of
 from widefield.training.metric_states import merge_states
-from widefield.training.scores import columns_of_task
+from widefield.training.scores import columns_of_task, curves_of_task
 from widefield.training.thumbnails import (
     LONGEST_PX,
     SMALL_PX,
@@ -247,6 +247,7 @@ def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, cl
         labels=labels_of(task),
         classes=classes,
         columns=columns | further,
+        curves=curves_of_task(values),
         gathered=gathered_metrics + [metric.name for metric, _ in seen.extra_metrics if metric.gathers],
     )
 

@@ -35,6 +35,7 @@ class Evaluation:
     metrics: the task's, in percent where they are shares, then those that the recipe adds, as they compute themselves.
     confusion: counts of images or, where every pixel has a class, of pixels (`unit`); rows are true classes.
     columns: by score, a number per class (`classes`), or per value; NaN where there is none.
+    curves: by score, a list per class, from recall 0 to 1 in equal steps; NaN where there is none.
     mistakes: the worst wrong answers by loss, over all ranks; pictures: thumbnails of their images.
     pieces: thumbnails of the first images, where every pixel has a class.
     gathered: the metrics for which ranks gathered all answers; those of all others added up.
@@ -59,6 +60,7 @@ class Evaluation:
     labels: Labels = "class"
     classes: list[str] = field(default_factory=list)
     columns: dict[str, list[float]] = field(default_factory=dict)
+    curves: dict[str, list[list[float]]] = field(default_factory=dict, repr=False)
     gathered: list[str] = field(default_factory=list)
 
 

@@ -71,7 +71,9 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
     """What evaluation.json has of the evaluation itself, without its pictures."""
     omitted = ("mistakes", "pieces", "pictures", "channels", "seconds")
     values = {key: value for key, value in vars(evaluation).items() if key not in omitted}
-    return values | {"columns": {name: [_or_none(value) for value in column] for name, column in evaluation.columns.items()}}
+    columns = {name: [_or_none(value) for value in column] for name, column in evaluation.columns.items()}
+    curves = {name: [[_or_none(value) for value in row] for row in rows] for name, rows in evaluation.curves.items()}
+    return values | {"columns": columns, "curves": curves}
 
 
 def write_scores(folder: Path, evaluation: Evaluation) -> str:

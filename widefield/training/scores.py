@@ -1,4 +1,4 @@
-"""Scores per class: columns of an evaluation, as a table to print and as CSV."""
+"""Scores per class: columns and curves of an evaluation, as a table to print and as CSV."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def columns_of_task(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
         return {}
     scores = {name: column.tolist() for name, column in scores_of(right, answered, truth).items()}
     return {"count": truth.tolist(), **scores}
+
+
+def curves_of_task(values: Mapping[str, Tensor]) -> dict[str, list[list[float]]]:
+    """`precision` of each class at recalls from 0 to 1 in equal steps, of tasks that find boxes."""
+    return {"precision": values["precision"].tolist()} if "precision" in values else {}
 
 
 def rows_of(evaluation: Evaluation) -> list[list[str]]:
