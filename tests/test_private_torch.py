@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -454,6 +455,12 @@ def check_stage_backward(run):
     assert list(inspect.signature(run).parameters)[:3] == ["stage_output", "output_grads", "input_values"]
 
 
+def check_sleep_on_gpu(sleep) -> None:
+    with mock.patch.object(torch.cuda, "_sleep") as asked:
+        sleep(0.25)
+    asked.assert_called_once_with(500_000_000)
+
+
 def check_flight_records(read) -> None:
     assert all("entries" not in text or "collective_seq_id" in text for text in read())
     assert any(name.endswith("_trace_json") for name in dir(torch._C._distributed_c10d))
@@ -595,6 +602,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "abort": lambda _: holds(dist.ProcessGroup._get_backend),
     "sequence_number": check_sequence_number,
     "flight_records": check_flight_records,
+    "sleep_on_gpu": check_sleep_on_gpu,
     "group_hooks": check_group_hooks,
     # pipelining.py, dtensor.py
     "stage_backward": check_stage_backward,
