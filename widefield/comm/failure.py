@@ -267,12 +267,13 @@ def in_words(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The first error of a chain of `raise ... from ...`."""
-    passed = {id(error)}
+    """The first error of a chain of `raise ... from ...` that says something: a queue's `Empty` has no words."""
+    passed, found = {id(error)}, error
     while error.__cause__ is not None and id(error.__cause__) not in passed:
         error = error.__cause__
         passed.add(id(error))
-    return error
+        found = error if str(error).strip() else found
+    return found
 
 
 def _is_of_a_lost_peer(error: BaseException) -> bool:
