@@ -10,6 +10,7 @@ import pytest
 from planner.comparison import emulated
 from planner.gpu_nets import GpuCase, is_held_out, names
 
+from widefield.planner.cost.device_memory import device_memory
 from widefield.planner.cost.gpu_kernels import SHORTEST_SECONDS, channels_reach, convolution_flops, least_seconds
 from widefield.planner.cost.op_time import OpTimes
 from widefield.planner.cost.step_time import step_time
@@ -20,15 +21,17 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu_ops.json"
 H200 = cluster_of("1xH200")
 
 
-def errors_of(name: str) -> tuple[float, float]:
-    """Of the seconds of all kernels, and of the step: planned from the data sheet, over measured, less 1."""
+def errors_of(name: str) -> tuple[float, float, float]:
+    """Planned from the data sheet over measured, less 1: seconds of all kernels, of the step, and bytes allocated."""
     measured = json.loads(RESULTS.read_text())["models"][name]
     records = emulated(GpuCase(name))
     assert not isinstance(records, str), records
     times = OpTimes(H200, "bfloat16")
     kernels = sum(times.of(event).seconds for event in records[0].operations)
     step = step_time(records, H200, spans=False, precision="bfloat16").seconds
-    return kernels / measured["kernel seconds"] - 1, step / measured["seconds"] - 1
+    memory = device_memory(records[0], H200)
+    allocated = (memory.allocated + memory.workspace) / measured["allocated bytes"]
+    return kernels / measured["kernel seconds"] - 1, step / measured["seconds"] - 1, allocated - 1
 
 
 @pytest.mark.parametrize("name", ["vgg", "unet 3-D"])
@@ -41,7 +44,8 @@ def test_kernels_of_a_gpu_take_what_is_planned(name):
 @pytest.mark.sweep
 def test_held_out_models_take_what_is_planned():
     found = [errors_of(name) for name in names() if is_held_out(name)]
-    kernels, steps = ([abs(error) for error in each] for each in zip(*found, strict=True))
+    kernels, steps, memory = ([abs(error) for error in each] for each in zip(*found, strict=True))
+    assert max(memory) < 0.08
     assert statistics.median(kernels) < 0.15 and max(kernels) < 0.3
     assert statistics.median(steps) < 0.2 and max(steps) < 0.3
 
