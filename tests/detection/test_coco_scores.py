@@ -85,7 +85,7 @@ def checked(values: dict[str, torch.Tensor]) -> None:
         wanted = float(of_class.mean()) if of_class.size else math.nan
         assert float(values["ap"][k]) == pytest.approx(wanted, rel=1e-12, nan_ok=True)
         curve = np.where(precision[0, :, k] > -1, precision[0, :, k], math.nan)
-        assert values["precision"][k].tolist() == pytest.approx(curve.tolist(), rel=1e-12, nan_ok=True)
+        assert values["precision_by_recall"][k].tolist() == pytest.approx(curve.tolist(), rel=1e-12, nan_ok=True)
 
 
 def test_the_scores_are_pycocotools():

@@ -7,8 +7,11 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 from planner.comparison import emulated
 from planner.gpu_nets import GpuCase, is_held_out, names
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from widefield.planner.cost.device_memory import device_memory
 from widefield.planner.cost.gpu_kernels import SHORTEST_SECONDS, channels_reach, convolution_flops, least_seconds
@@ -95,3 +98,14 @@ def test_operations_of_convolutions_are_counted_by_their_groups(groups, stride):
     forward, backward = convolution((2, 32, 9, 8), 32, 3, stride, "float32", groups=groups)
     assert convolution_flops("convolution", forward.signature) == forward.flops
     assert convolution_flops("convolution_backward", backward.signature) == backward.flops == 2 * forward.flops
+
+
+def test_operations_of_a_transposed_convolution_are_those_of_its_input():
+    image, weight, made = (spec(shape, "float32") for shape in ((2, 8, 5, 6), (8, 4, 2, 2), (2, 4, 10, 12)))
+    form = ((2, 2), (0, 0), (1, 1), True, (0, 0), 1)
+    with FlopCounterMode(display=False) as counter:
+        one, kernel = torch.rand(image[1], requires_grad=True), torch.rand(weight[1], requires_grad=True)
+        F.conv_transpose2d(one, kernel, stride=2).sum().backward()
+    forward = convolution_flops("convolution", ("", (image, weight, None, *form), ()))
+    backward = convolution_flops("convolution_backward", ("", (made, image, weight, (0,), *form, (True, True, False)), ()))
+    assert forward + backward == counter.get_total_flops() == 3 * forward

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from widefield.report.precision import precision_curve
+from widefield.training.scores import curves_of_task
 
 FALLING = [1.0, 0.5, 0.0]
 NONE = [None, None, None]
 
 
 def told(classes, rows):
-    found = precision_curve({"classes": classes, "curves": {"precision": rows}})
+    found = precision_curve({"classes": classes, "curves": {"precision_by_recall": rows}})
     assert found is not None
     return found
 
@@ -30,8 +32,13 @@ def test_one_class_has_one_curve():
 
 @pytest.mark.parametrize(
     "evaluation",
-    [None, {"classes": ["cat"]}, {"classes": ["cat"], "curves": {}}, {"classes": ["cat"], "curves": {"precision": [NONE]}},
-     {"classes": ["cat", "dog"], "curves": {"precision": [FALLING]}}],
+    [None, {"classes": ["cat"]}, {"classes": ["cat"], "curves": {}},
+     {"classes": ["cat"], "curves": {"precision_by_recall": [NONE]}},
+     {"classes": ["cat", "dog"], "curves": {"precision_by_recall": [FALLING]}}],
 )  # fmt: skip
 def test_without_boxes_there_is_no_picture(evaluation):
     assert precision_curve(evaluation) is None
+
+
+def test_a_metric_of_ones_own_named_precision_is_no_curve():
+    assert curves_of_task({"precision": torch.tensor(0.5)}) == {}

@@ -22,8 +22,8 @@ def coco_scores(found: Tensor, truth: Tensor, images: Tensor, *, classes: int, m
     found: (M, 7) image, x1, y1, x2, y2, score, class.  truth: (N, 8) image and a row of targets.py.  images: (I,) the numbers
     of all images.  most: the boxes per image that count, the best ones; COCO's own number is 100.
     Returns map (the mean over IoUs from 0.5 to 0.95), map50, map75, map of small, medium and large objects (up to 32 and 96 px
-    squared), mar (the mean largest recall), and of each class ap, (classes,), boxes, (classes,) int64 to find, and precision,
-    (classes, 101): at IoU 0.5, the highest at each recall of 0, 0.01 ... 1 or more.
+    squared), mar (the mean largest recall), and of each class ap, (classes,), boxes, (classes,) int64 to find, and
+    precision_by_recall, (classes, 101): at IoU 0.5, the highest at each recall of 0, 0.01 ... 1 or more.
     """
     scored = _scored(_sorted(found), truth, images, classes, most)
     precision, recall = scored["precision"], scored["recall"]  # (IoUs, recalls, classes, areas, limits), without `recalls`
@@ -34,7 +34,7 @@ def coco_scores(found: Tensor, truth: Tensor, images: Tensor, *, classes: int, m
     return {name: torch.tensor(_mean(of), dtype=torch.float64) for name, of in values.items()} | {
         "ap": torch.tensor([_mean(precision[:, :, k, 0, -1]) for k in range(classes)], dtype=torch.float64),
         "boxes": torch.bincount(counted, minlength=classes),
-        "precision": torch.from_numpy(np.where(precision > -1, precision, math.nan)[0, :, :, 0, -1].T.copy()),
+        "precision_by_recall": torch.from_numpy(np.where(precision > -1, precision, math.nan)[0, :, :, 0, -1].T.copy()),
     }
 
 

@@ -17,7 +17,7 @@ def precision_curve(evaluation: Mapping[str, Any] | None) -> tuple[str, str] | N
 
     A curve has the highest precision at each recall or more, at IoU 0.5, as COCO's average precision has it.
     """
-    rows = ((evaluation or {}).get("curves") or {}).get("precision") or []
+    rows = ((evaluation or {}).get("curves") or {}).get("precision_by_recall") or []
     precision = np.array(rows, dtype=float)
     if evaluation is None or precision.ndim != 2 or len(precision) != len(evaluation["classes"]):
         return None

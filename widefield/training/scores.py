@@ -35,8 +35,9 @@ def columns_of_task(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def curves_of_task(values: Mapping[str, Tensor]) -> dict[str, list[list[float]]]:
-    """`precision` of each class at recalls from 0 to 1 in equal steps, of tasks that find boxes."""
-    return {"precision": values["precision"].tolist()} if "precision" in values else {}
+    """The precision of each class at recalls from 0 to 1 in equal steps, of tasks that find boxes."""
+    name = "precision_by_recall"
+    return {name: values[name].tolist()} if name in values else {}
 
 
 def rows_of(evaluation: Evaluation) -> list[list[str]]:

@@ -108,7 +108,8 @@ def _convolution(kind: str, signature: Hashable, size: int, wide: int) -> float:
         return 0.0
     else:
         first = len(image[1]) > 4 and _has_channels_first(image[1], image[2])
-        rate = PRODUCTS * channels_reach(weight[1][0] // groups, weight[1][1]) * (CHANNELS_FIRST if first else 1.0)
+        channels = weight[1][0] // groups, weight[1][1]  # of a transposed one those into it come first
+        rate = PRODUCTS * channels_reach(*channels[:: -1 if args[6] else 1]) * (CHANNELS_FIRST if first else 1.0)
         seconds = convolution_flops(kind, signature) / rate
     return seconds + _bias(is_backward, signature)
 
@@ -131,8 +132,8 @@ def convolution_flops(kind: str, signature: Hashable) -> float:
     assert isinstance(signature, tuple)
     args = signature[1]
     if "backward" in kind:
-        made, weight, mask = args[0][1], args[2][1], args[-1]
-        return 2.0 * math.prod(made) * math.prod(weight[1:]) * sum(mask[:2])
+        grad, image, weight, is_transposed, mask = args[0][1], args[1][1], args[2][1], args[7], args[-1]
+        return 2.0 * math.prod(image if is_transposed else grad) * math.prod(weight[1:]) * sum(mask[:2])
     image, weight, (strides, pads, dilations, is_transposed) = args[0][1], args[1][1], args[3:7]
     if is_transposed:
         return 2.0 * math.prod(image) * math.prod(weight[1:])

@@ -168,12 +168,7 @@ def gpu_host_seconds(device: torch.device) -> float:
 
     with OperationCounter() as counter:
         step()
-    seconds = []
-    for _ in range(35):
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[5:]) / counter.operations
+    return step_seconds(step, clock=time.perf_counter) / counter.operations
 
 
 class OperationCounter(TorchDispatchMode):
@@ -194,9 +189,9 @@ def small_net(layers: int, kernel: int) -> nn.Sequential:
     return nn.Sequential(*(module for block in blocks for module in block))
 
 
-def step_seconds(step: Callable[[], None], runs: int = 30) -> float:
-    """The median, by this thread's clock where it is alone, after 5 runs."""
-    clock, seconds = cpu_clock(), []
+def step_seconds(step: Callable[[], None], runs: int = 30, *, clock: Callable[[], float] | None = None) -> float:
+    """The median after 5 runs.  clock: None is this thread's where it is alone."""
+    clock, seconds = clock or cpu_clock(), []
     for _ in range(runs + 5):
         began = clock()
         step()
