@@ -6,7 +6,9 @@
 table: everything of tests/hang_cases.py befalls rank 1 of two, under five plans.  Seconds are from the fault to the end of the
 last rank, log.hang_seconds included.
 cost: steps of ResNet-18 on two ranks with the watch and without it, in turns in the same processes (turns.py); the first steps,
-whose collectives are compared, are not among those timed.  Their price is told beside it.
+whose collectives are compared, are not among those timed.  Their price is told beside it.  On a shared machine such a ratio has
+a spread far above what a watch may cost, so what the watch itself uses is counted too, on the slowest rank: the processor's time
+of its two threads, as the kernel counts it, and the wall's of its call at each step, over the wall's seconds of these steps.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torchvision
 import turns
 from torch.nn import functional as F
@@ -90,13 +94,17 @@ class Net:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.batch = torch.randn(options.batch, 3, options.side, options.side), torch.zeros(options.batch, dtype=torch.long)
         self.watch: StallWatch | None = None
+        self.called = 0.0
+        """Seconds in the watch's call at each step."""
 
     def __iter__(self) -> Iterator[None]:
         return self
 
     def __next__(self) -> None:
         if self.watch is not None:
+            began = time.perf_counter()
             self.watch.begin_step()
+            self.called += time.perf_counter() - began
         self.since = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         F.cross_entropy(self.model(self.batch[0]), self.batch[1]).backward()
@@ -113,6 +121,17 @@ class Net:
             yield
         self.watch = None
 
+    def used(self) -> float:
+        """Seconds that the open watch has used so far on this rank."""
+        assert self.watch is not None
+        threads = (self.watch._thread, self.watch._asker._thread)
+        return self.called + sum(map(processor_seconds, threads))
+
+
+def processor_seconds(thread: threading.Thread) -> float:
+    """For how long a thread has been on a processor (proc(5), schedstat: its first number is in nanoseconds)."""
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+
 
 def cost(options: argparse.Namespace) -> None:
     """On each rank: blocks of steps A B B A, each after three steps that are not timed."""
@@ -120,6 +139,7 @@ def cost(options: argparse.Namespace) -> None:
     mesh = join(world, Plan(replicate=world.size))
     net, times = Net(mesh, options), {"plain": [], "watched": []}
     first: list[float] = []
+    used: list[float] = []
     turns.seconds_of(net, 3, mesh.device)
     for pair in range(options.pairs):
         for name in ("plain", "watched") if pair % 2 == 0 else ("watched", "plain"):
@@ -128,9 +148,17 @@ def cost(options: argparse.Namespace) -> None:
                 if name == "watched":
                     first.append(compared / 2)
                 turns.seconds_of(net, 1, mesh.device)
+                before = net.used() if net.watch else 0.0
                 times[name].append(turns.seconds_of(net, options.steps, mesh.device))
+                if net.watch:
+                    share = torch.tensor((net.used() - before) / times[name][-1][0])
+                    dist.all_reduce(share, op=dist.ReduceOp.MAX)
+                    used.append(share.item())
     if mesh.is_main:
         found = turns.compared(times, "watched", "plain", options.steps)
+        found["used by the watch over the wall's seconds"] = {
+            "median of blocks": round(statistics.median(used), 5), "lowest": round(min(used), 5), "highest": round(max(used), 5)
+        }  # fmt: skip
         found["a step whose collectives are compared, seconds"] = round(statistics.median(first), 4)
         print("COST " + json.dumps(found | {"conditions": turns.conditions(mesh, options, batch=options.batch)}), flush=True)
         if options.save:

@@ -15,14 +15,18 @@ from widefield.comm.mesh import Mesh
 ENDS = """
 import hashlib, sys, threading, time
 {first}
+works = threading.Event()
 
 def work():
-    hashlib.sha256(bytes(2**26)).hexdigest()  # without the interpreter's lock, as a thread of gloo works
+    data = bytes(2**22)
+    works.set()
+    while time.thread_time() < 0.3:  # of the processor, however fast or busy that is
+        hashlib.sha256(data).hexdigest()  # without the interpreter's lock, as a thread of gloo works
     sys.stdout.write("came to an end")
     sys.stdout.flush()
 
 threading.Thread(target=work, daemon=True).start()
-time.sleep(0.05)
+works.wait()
 """
 
 

@@ -1,7 +1,7 @@
 """Which rank is missing when a step does not end?  Who is slow?  A thread on each rank looks, and ends a run that hangs.
 
 The thread has a connection to the rendezvous store of its own, so it works while every collective hangs.  It looks at the
-main thread twenty times a second: from that it knows how much of its time the rank waits for data and for others, without a
+main thread ten times a second: from that it knows how much of its time the rank waits for data and for others, without a
 message.  Once a second it asks the store whether some rank's step takes too long.  Only then all ranks report where they
 stand (stand.py), and the first rank that runs says which ones are missing (verdict.py).  A late step alone stops nothing.
 
@@ -39,7 +39,7 @@ from widefield.private_torch.process_groups import c10d_world, get_default_store
 T = TypeVar("T")
 _watches = itertools.count()
 _FLAG = "some rank's step does not end"
-_SAMPLE_SECONDS = 0.05
+_SAMPLE_SECONDS = 0.1
 _ANSWER_SECONDS = 1.0
 """How long an answer of the store may take before the watch looks whether anything else still changes."""
 _FROZEN_SECONDS = 2.0
