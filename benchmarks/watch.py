@@ -7,8 +7,8 @@ table: everything of tests/hang_cases.py befalls rank 1 of two, under five plans
 last rank, log.hang_seconds included.
 cost: steps of ResNet-18 on two ranks with the watch and without it, in turns in the same processes (turns.py); the first steps,
 whose collectives are compared, are not among those timed.  Their price is told beside it.  On a shared machine such a ratio has
-a spread far above what a watch may cost, so what the watch itself uses is counted too, on the slowest rank: the processor's time
-of its two threads, as the kernel counts it, and the wall's of its call at each step, over the wall's seconds of these steps.
+a spread far above what a watch may cost.  So what the watch itself uses is counted too, on the rank where it is most: the
+processor's time of its two threads, as the kernel counts it, and the wall's of its call at each step, over the wall's seconds.
 """
 
 from __future__ import annotations

@@ -344,6 +344,19 @@ def square_norm(model: nn.Module, mesh: Mesh, gradients: Mapping[str, Tensor]) -
     return mine
 
 
+def square_distance(model: nn.Module, mesh: Mesh, others: Mapping[str, Tensor]) -> Tensor:
+    """This rank's part of the squared distance of parameters from others: (1,) float64, as `square_norm`.
+
+    others: by name, each the shape of this rank's shard.
+    """
+    found, named = torch.zeros(1, dtype=torch.float64, device=mesh.device), dict(model.named_parameters())
+    specs = registered(model)
+    for name, other in others.items():
+        num_shards = (specs[name].num_shards if name in specs else 1) * _num_shards(named[name])
+        found += (local(named[name]).detach() - other).double().square().sum().to(found) * num_shards
+    return found
+
+
 def sum_over_shards(
     model: nn.Module, mesh: Mesh, numbers: Mapping[str, Sequence[Tensor]], *, count: int, steppers: int
 ) -> dict[str, Tensor]:
@@ -367,7 +380,7 @@ def _num_shards(tensor: Tensor) -> int:
 
 
 def are_finite(mesh: Mesh, tensors: Iterable[Tensor]) -> bool:
-    """Whether every number of the tensors is finite, on all ranks if tensors may be sharded; then every rank calls it."""
+    """Whether every number of the tensors is finite, on all ranks where these may differ; then every rank calls it."""
     norms = foreach_norm([local(tensor).detach() for tensor in tensors if not tensor.is_meta])
     bad = (~torch.isfinite(torch.stack([norm.to(mesh.device) for norm in norms]))).sum()
-    return int(mesh.sum_(bad) if is_sharded(mesh) else bad) == 0
+    return int(mesh.sum_(bad) if is_sharded(mesh) or mesh.plan.has_replicas else bad) == 0

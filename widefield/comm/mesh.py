@@ -76,6 +76,8 @@ class Mesh:
     """Groups made by `lend_group`, each with a weak reference to its borrower."""
     watch: Any = None
     """The running FailureWatch, or None."""
+    of_all: Mesh | None = field(default=None, repr=False, compare=False)
+    """Of the mesh of one replica (replica_mesh.py), whose ranks are some of the run's: that of all ranks."""
 
     def __str__(self) -> str:
         """As `Mesh(replicate=2 x space=[2, 1]; rank 1 of 4 on cpu)`."""
@@ -88,6 +90,11 @@ class Mesh:
     @property
     def size(self) -> int:
         return self.world.size
+
+    @property
+    def side_by_side(self) -> int:
+        """How many meshes like this one the ranks of the run are divided into: groups are made for all of them at once."""
+        return 1 if self.of_all is None else self.of_all.size // self.size
 
     @property
     def reasons(self) -> list[str]:
@@ -211,14 +218,16 @@ class Mesh:
             gc.collect()  # frees dead borrowers that are in reference cycles
             idle = self._idle_everywhere()
         number = min(idle, default=len(self.lent))
-        group = self.lent[number][0] if idle else process_groups.data_group(self.plan)
+        group = self.lent[number][0] if idle else process_groups.data_group(self.plan, self.side_by_side)
+        if self.of_all is not None and not idle:
+            self.of_all.further.append(group)
         self.lent[number : number + 1] = [(group, weakref.ref(borrower))]
         return group
 
     def _idle_everywhere(self) -> set[int]:
         """The groups whose borrower is dead on every rank: ranks free objects at different times."""
         idle = {number for number, (_, borrower) in enumerate(self.lent) if borrower() is None}
-        return set.intersection(*self.gather_objects(idle))
+        return set.intersection(*(self.of_all or self).gather_objects(idle))  # all ranks make groups together
 
     def grid_of_rows(self) -> Grid:
         """The ranks of `data_group` as a grid: copies first, then the tiles of an image.
@@ -226,9 +235,9 @@ class Mesh:
         Every rank must call it: the first call makes the grid's groups.
         """
         if not self.rows:
-            grid, made = process_groups.grid_of_rows(self.plan, self.grid, copy=self.copy)
+            grid, made = process_groups.grid_of_rows(self.plan, self.grid, copy=self.copy, meshes=self.side_by_side)
             self.rows.append(grid)
-            self.further.extend(made)
+            (self.of_all or self).further.extend(made)
         return self.rows[0]
 
     def barrier(self) -> None:

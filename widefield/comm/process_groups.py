@@ -52,10 +52,10 @@ def shards_of(plan: Plan, devices: DeviceMesh, everyone: dist.ProcessGroup) -> D
     return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
 
 
-def data_group(plan: Plan) -> dist.ProcessGroup:
-    """A new group of the ranks that have the same part of the model as this one."""
-    inner = plan.channel * plan.stage
-    return group_among([list(range(part, plan.ranks, inner)) for part in range(inner)])
+def data_group(plan: Plan, meshes: int = 1) -> dist.ProcessGroup:
+    """A new group of the ranks that have the same part of the model as this one.  meshes: as many of this plan side by side."""
+    inner, firsts = plan.channel * plan.stage, range(0, meshes * plan.ranks, plan.ranks)
+    return group_among([list(range(first + part, first + plan.ranks, inner)) for first in firsts for part in range(inner)])
 
 
 def group_among(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
@@ -107,12 +107,13 @@ def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
     return Grid(tuple(plan.space), index, tuple(groups))
 
 
-def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int) -> tuple[Grid, list[dist.ProcessGroup]]:
+def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int, meshes: int = 1) -> tuple[Grid, list[dist.ProcessGroup]]:
     """The ranks that have the same part of the model as a grid, (copies, *tiles.sizes), and its new groups.
 
     tiles: the ranks that share this rank's images.  copy: the index of this rank's copy of the model.
+    meshes: as many of this plan side by side.
     """
-    inner = plan.channel * plan.stage
+    inner, firsts = plan.channel * plan.stage, range(0, meshes * plan.ranks, plan.ranks)
     grid = Grid((plan.replicate * plan.shard, *tiles.sizes), copy * tiles.size + tiles.index)
     groups = [(tuple(axis + 1 for axis in axes), name) for axes, name in tiles.groups]
     made: list[dist.ProcessGroup] = []
@@ -121,7 +122,7 @@ def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int) -> tuple[Grid, list[dist
             continue
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
         lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.num_shards(others))]
-        ranks = [[r * inner + part for r in line] for part in range(inner) for line in lines]
+        ranks = [[first + r * inner + part for r in line] for first in firsts for part in range(inner) for line in lines]
         group = group_among(ranks)
         made.append(group)
         groups.append((axes, group.group_name))

@@ -1,5 +1,6 @@
 """The config: a file per section of a recipe; run.py has RunConfig, the whole, and recipe.py reads one."""
 
+from widefield.config.agreement import AgreementConfig
 from widefield.config.checkpoint import CheckpointConfig
 from widefield.config.data import DataConfig
 from widefield.config.ema import EmaConfig
@@ -20,6 +21,7 @@ from widefield.config.stream import StreamConfig
 from widefield.config.task import TaskConfig
 
 __all__ = [
+    "AgreementConfig",
     "CheckpointConfig",
     "DataConfig",
     "EmaConfig",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from widefield.config.field_types import Positive
 from widefield.section import Section
 
-Agreement = Literal["mean", "adasum"]
 Compression = Literal["none", "fp16", "bf16", "powersgd"]
 
 
@@ -21,10 +20,18 @@ class GradientConfig(Section):
     the last bits of sums, so set a number for a run that must resume bit for bit."""
     compression: Compression = "none"
     """The form in which gradients are sent; anything but none gives up exactness."""
-    agreement: Agreement = "mean"
-    """How the gradients of copies are combined: their mean, or Adasum (arXiv:2006.02924), which needs a power of two of copies
-    and does not give one device's gradient."""
     powersgd_rank: Positive = 1
     """Rank of PowerSGD's factors; higher is closer to exact and more bytes."""
     powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
     """Steps of plain all-reduce before PowerSGD begins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_agreement(cls, value: Any) -> Any:
+        """ValueError: the key of earlier versions."""
+        if isinstance(value, dict) and "agreement" in value:
+            raise ValueError(
+                f"gradient.agreement is a section of its own now; write agreement.name={value['agreement']}, or "
+                f"agreement: {value['agreement']} in the recipe"
+            )
+        return value

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from widefield.config.agreement import AgreementConfig
 from widefield.config.checkpoint import CheckpointConfig
 from widefield.config.data import DataConfig
 from widefield.config.ema import EmaConfig
@@ -45,6 +46,8 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     gradient: GradientConfig = GradientConfig()
+    agreement: AgreementConfig = AgreementConfig()
+    """How copies of the model come to agree on its weights."""
     batch_norm: BatchNorm = "synchronized"
     """synchronized: statistics of the whole batch, as on one device.  averaged: those of each copy of the model, with running
     statistics averaged once per epoch.  broadcast: those of each copy, with the running statistics of the first (as DDP does).

@@ -59,7 +59,7 @@ def parallelize(
     trial_step = trial_step or rehearse
     if mesh.size > 1:
         _refuse_sharded(model)
-        _check_same_model(model, mesh)
+        check_same_model(model, mesh)
     if dist.is_initialized():
         SyncBatchNorm.adopt(model)
     found: list[str | Fallback] = []
@@ -177,7 +177,7 @@ def _refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
+def check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """Check that all ranks have the same model, not yet cut, and give its tensors the strides of rank 0; one message."""
     tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta]
     mine = [_signature(name, t) for name, t in tensors], [_strides(t) for _, t in tensors]

@@ -14,6 +14,7 @@ from types import ModuleType
 from widefield.config.strategies import STRATEGIES
 from widefield.naming import load_all
 from widefield.plans.plan import Plan
+from widefield.plans.replicas import check_replicas
 
 
 def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> None:
@@ -25,8 +26,11 @@ def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> Non
     strategies = load_all(STRATEGIES)
     _check_axes(plan, strategies)
     _check_ranks(plan, ranks)
+    if plan.has_replicas:
+        check_replicas(plan)
+    within = plan.of_replica() if plan.has_replicas else plan
     for strategy in sorted(strategies, key=lambda strategy: strategy.CHECK_ORDER):
-        strategy.check_plan(plan)
+        strategy.check_plan(within)
     copies = plan.replicate * plan.shard
     if samples_per_step is not None and samples_per_step < copies:
         raise ValueError(

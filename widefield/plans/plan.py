@@ -10,8 +10,9 @@ import math
 
 from pydantic import field_validator
 
+from widefield.config.agreement import AgreementConfig
 from widefield.config.field_types import Positive
-from widefield.config.gradient import Agreement, Compression
+from widefield.config.gradient import Compression
 from widefield.config.pipeline import PipelineConfig
 from widefield.config.recompute import RecomputeConfig
 from widefield.config.run import BatchNorm
@@ -43,7 +44,7 @@ class Plan(Section):
     accumulate: Positive = 1
     bucket_mib: float | None = 25.0
     compression: Compression = "none"
-    agreement: Agreement = "mean"
+    agreement: AgreementConfig = AgreementConfig()
     powersgd_rank: Positive = 1
     powersgd_start_step: int = 1000
     stream: StreamConfig | None = None
@@ -72,6 +73,15 @@ class Plan(Section):
         return self.batch_norm == "synchronized" and not self.independent
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether copies of the model have weights of their own between averages; each is a replica, of one rank or several."""
+        return self.replicate > 1 and self.agreement.is_periodic
+
+    def of_replica(self) -> Plan:
+        """The plan of the ranks of one replica: one device's numbers on its part of the batch."""
+        return self.model_copy(update={"replicate": 1, "batch_norm": "synchronized", "agreement": AgreementConfig()})
+
+    @property
     def ranks(self) -> int:
         """The number of ranks that the plan needs."""
         return math.prod(self.axes.values())
@@ -81,6 +91,7 @@ class Plan(Section):
         used = [f"{axis}={self.space if axis == 'space' else size}" for axis, size in self.axes.items() if size > 1]
         further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1)
         further += [section for section, axis in SECTIONS.items() if axis is None and getattr(self, section) is not None]
+        further += [f"{self.agreement.name} every {self.agreement.period} steps"] * self.has_replicas
         further += [f"streamed in {self.stream}"] if self.stream else []
         return ", ".join([" x ".join(used) or "one rank", *further])
 

@@ -58,3 +58,14 @@ def arithmetic_of(precision: str, device: torch.device) -> Arithmetic:
 
 def _name(device: torch.device) -> str:
     return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def choose_format(asked: bool | None, arithmetic: Arithmetic, *, dims: int) -> tuple[bool, str | None]:
+    """Whether to use channels last and, where the program chose it, why.  asked: model.channels_last; dims: of images."""
+    if asked is not None:
+        return asked, None
+    if dims == 3:
+        return False, "model.channels_last=false: of volumes it was not measured; set it to true to try"
+    if arithmetic.device.type == "cuda" and arithmetic.low is not None:
+        return True, f"model.channels_last=true: convolutions of {arithmetic.precision} on tensor cores read it"
+    return False, f"model.channels_last=false: {arithmetic.precision} on {arithmetic.device.type} gains nothing by it"

@@ -24,10 +24,11 @@ from widefield.data.device import Preparation
 from widefield.data.loader import SampleReader, augments_on_device, load_batches, reader_of
 from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
 from widefield.data.statistics import SplitStatistics
-from widefield.data.transforms import Transforms, seed_of
+from widefield.data.transforms import Transforms
 from widefield.fallback import Fallback, in_words
 from widefield.parallel.members import members_of
 from widefield.parallel.parallelize import (
+    check_same_model,
     evaluates_together,
     parallelize,
     parallelize_average,
@@ -36,16 +37,18 @@ from widefield.parallel.parallelize import (
 )
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
+from widefield.parallel.strategies.data import broadcast_weights
 from widefield.tasks import Task, labels_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
-from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
+from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_format, choose_precision
 from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
 from widefield.training.built_model import built_model
 from widefield.training.data_checks import check_data, why_scaled
 from widefield.training.evaluate import Evaluation, evaluate
+from widefield.training.example_pass import meta_pass, trial_step
 from widefield.training.freezing import freeze
 from widefield.training.given import NOTHING, Given
 from widefield.training.intensity import Scaled, with_intensity
@@ -54,6 +57,7 @@ from widefield.training.optimizer import build_optimizer, learning_rate
 from widefield.training.parameter_groups import layers_of
 from widefield.training.patches import Tissue, sampled, tissue_to_tree
 from widefield.training.record import usable_cores
+from widefield.training.replicas import Replicas, check_replicas
 from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
@@ -165,7 +169,7 @@ def assemble(
     slower = check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
     metrics = _metrics(config, task, dataset, cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
-    channels_last, why_format = _choose_format(config, arithmetic, dims=dataset.dims)
+    channels_last, why_format = choose_format(config.model.channels_last, arithmetic, dims=dataset.dims)
     if config.deterministic:
         _only_deterministic_algorithms()
     seed_everything(config.seed)
@@ -228,6 +232,10 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     check_stages(parts.task, config, mesh)
     check_turns(config, parts.task, mesh.plan)
     check_sampling(config, parts.dataset, labels=labels_of(parts.task))
+    replicas = None
+    if mesh.plan.has_replicas:
+        check_replicas(config, scales=parts.arithmetic.scaler().is_enabled())
+        replicas = Replicas(mesh, config.agreement)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,
@@ -246,13 +254,14 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
         best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
         scalers={member: parts.arithmetic.scaler() for member in members_named(parts.task)},
+        replicas=replicas,
     )
     if config.model.compile:
         model.compile()
     check_tiles(mesh.plan.stream, learner.dummy_batch)
     _parallelize(learner, layers_of(model) if config.optimizer.layer_decay is not None else None)
     why_stream = look_ahead(learner)
-    seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
+    seed_everything(learner.seed_of_rank)
     reasons = [*([why_lr] if why_lr else []), *why_frozen, *_cuts_of(learner.dummy_batch, mesh)]
     gathered = in_words(_gathered_maps(learner))
     return learner, [*reasons, *parallel_reasons(learner.model), *why_stream, *gathered]
@@ -260,7 +269,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
 
 def _gathered_maps(learner: Learner) -> list[Fallback]:
     """The maps of a detector, which every rank has whole for anchors, matching and losses where the plan cuts images."""
-    mesh, (sample, _) = learner.mesh, learner.meta_pass()
+    mesh, (sample, _) = learner.mesh, meta_pass(learner)
     if labels_of(learner.task) != "boxes" or not (mesh.grid.size > 1 or mesh.plan.stream is not None):
         return []
     size, itemsize = tuple(sample.shape[2:]), max(4, sample.dtype.itemsize)
@@ -270,27 +279,36 @@ def _gathered_maps(learner: Learner) -> list[Fallback]:
 
 def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:
     """Parallelize the model and its average, and build the optimizer again, since parameters may be new objects."""
-    config, mesh = learner.config, learner.mesh
+    config, mesh = learner.config, learner.replica
+    if learner.replicas is not None:
+        check_same_model(learner.model, learner.mesh)
+        broadcast_weights(learner.model, learner.mesh)
     if members_named(learner.task):
         _parallelize_members(learner)
     else:
-        sample, _ = learner.meta_pass()
+        sample, _ = meta_pass(learner)
         share = 2 / len(sample)
         if learner.ema is not None:
             average = learner.ema.module
-            parallelize_average(average, mesh, trial_step=TrialStep(partial(learner.trial_step, average), share), sample=sample)
-        learner.model = parallelize(learner.model, mesh, trial_step=TrialStep(learner.trial_step, share), sample=sample)
+            parallelize_average(
+                average, mesh, trial_step=TrialStep(partial(trial_step, learner, average), share), sample=sample
+            )
+        learner.model = parallelize(
+            learner.model, mesh, trial_step=TrialStep(partial(trial_step, learner), share), sample=sample
+        )
     optimizer = build_optimizer(config.optimizer, learner.model, learner.lr, mesh, layers=layers)
     learner.optimizer = share_states(optimizer, mesh)
+    if learner.replicas is not None:
+        learner.replicas.begin(learner.model, learner.optimizer)
 
 
 def _parallelize_members(learner: Learner) -> None:
     """Each of the modules that learn by turns, and each of their averages."""
-    mesh, image, target = learner.mesh, *learner.meta_pass()
+    mesh, image, target = learner.replica, *meta_pass(learner)
     models = [(learner.model, False)] if learner.ema is None else [(learner.ema.module, True), (learner.model, False)]
     for model, is_average in models:
         names = list(members_of(divide(model, learner.task, name=learner.config.model.name)))
-        steps = {one: TrialStep(partial(learner.trial_step, model, member=one), 2 / len(image)) for one in names}
+        steps = {one: TrialStep(partial(trial_step, learner, model, member=one), 2 / len(image)) for one in names}
         samples = {one: learner.task.example(one, image, target) for one in names}  # type: ignore[attr-defined]
         parallelize_members(model, mesh, trial_steps=steps, samples=samples, is_average=is_average)
 
@@ -374,13 +392,3 @@ def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[in
     workers = max(0, min(8, cores // mesh.world.local_size - 1))
     ranks = f"{mesh.world.local_size} {'rank' if mesh.world.local_size == 1 else 'ranks'}"
     return workers, f"data.workers={workers}: {cores} cores for {ranks}, one left to each rank, 8 at most"
-
-
-def _choose_format(config: RunConfig, arithmetic: Arithmetic, *, dims: int) -> tuple[bool, str | None]:
-    if config.model.channels_last is not None:
-        return config.model.channels_last, None
-    if dims == 3:
-        return False, "model.channels_last=false: of volumes it was not measured; set it to true to try"
-    if arithmetic.device.type == "cuda" and arithmetic.low is not None:
-        return True, f"model.channels_last=true: convolutions of {arithmetic.precision} on tensor cores read it"
-    return False, f"model.channels_last=false: {arithmetic.precision} on {arithmetic.device.type} gains nothing by it"

@@ -14,7 +14,6 @@ from widefield.comm.mesh import AgreedError
 from widefield.config import RunConfig
 from widefield.data import Images
 from widefield.data.batch import Batch
-from widefield.data.transforms import seed_of
 from widefield.training import refused_batch
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.checksums import Checksums, Difference
@@ -110,11 +109,10 @@ class Guarding:
         return learner.step
 
     def _random(self, own: dict[str, Any] | None) -> None:
-        config, mesh = self.learner.config, self.learner.mesh
         if own is not None:
             load_random_state(own["random"])
         else:
-            seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
+            seed_everything(self.learner.seed_of_rank)
 
     # ------------------------------------------------------------------------------------------ replicas
 
@@ -184,7 +182,7 @@ class Guarding:
 
     def _write(self, action: str, **values: Any) -> None:
         if self.record is not None:
-            self.record.guard(action=action, **values)
+            self.record.note("guard", action=action, **values)
 
     def _say(self, text: str) -> None:
         if self.record is not None:

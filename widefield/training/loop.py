@@ -9,6 +9,9 @@
         gradients -> clip -> optimizer -> average;  record
         at the end of an epoch, or as asked: evaluate;  save
 
+Where copies of the model are replicas that step by themselves, gradients, clipping and the scaling are those of a replica's
+samples, and the weights of all are averaged after some steps; see replicas.py.
+
 Where modules learn by turns, all from the passes to the optimizer is done once per turn, on the same passes; see turns.py.
 
 Gradients are averaged over ranks, so a loss scaled by copies of the model / count gives the gradient of the mean over the
@@ -42,6 +45,7 @@ from widefield.config import RunConfig
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.data.order import Steps
+from widefield.data.transforms import seed_of
 from widefield.losses import widened
 from widefield.parallel.inactive import inactive
 from widefield.parallel.members import members_of
@@ -57,6 +61,7 @@ from widefield.training.freezing import Freezing
 from widefield.training.guard import Guard, NonFiniteLossError, RollBack, refused
 from widefield.training.heads import has_heads, loss_of_heads
 from widefield.training.reads import Reads
+from widefield.training.replicas import Replicas
 from widefield.training.schedule import Schedule
 from widefield.training.turns import Turn, drop_gradients_of_others, learning, loss_of_turn, members_named, turns_of
 
@@ -106,10 +111,23 @@ class Learner:
     """What this rank has read from files since this process began to train."""
     guard: Guard = field(default_factory=Guard)
     """Looks at each step before the optimizer steps."""
+    replicas: Replicas | None = None
+    """Where copies of the model take steps of their own, this rank's among them."""
 
     @property
     def _trained(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def replica(self) -> Mesh:
+        """The ranks that make each step together: all, or those of this replica."""
+        return self.mesh if self.replicas is None else self.replicas.replica
+
+    @property
+    def seed_of_rank(self) -> int:
+        """Of this rank's random numbers: the same on ranks whose samples are rows of one batch."""
+        first = self.mesh.copy if not self.replica.plan.is_one_batch else 0 if self.replicas is None else self.replicas.number
+        return seed_of(self.config.seed, "rank", first)
 
     @property
     def epoch(self) -> float:
@@ -120,45 +138,7 @@ class Learner:
         """The learning rate of the next step."""
         return self.lr * self.schedule.factor(self.steps.seen(self.step))
 
-    def trial_step(self, model: nn.Module | None = None, *, member: str = "") -> Tensor:
-        """The mean loss on a batch of one image twice: the `trial_step` of `parallelize`.  model: in place of the learner's.
-
-        member: of a model whose modules learn by turns, the one whose loss it is.
-        """
-        image, target = (torch.cat([one, one]) for one in self._on_tiles(self.dummy_batch))
-        model = self.model if model is None else model
-        if member:
-            twice = replace(self.dummy_batch, seeds=self.dummy_batch.seeds * 2)
-            with self.arithmetic.autocast(), learning(model, member, self.mesh.plan):
-                return loss_of_turn(self.task, Turn(member, (), 0, self.scaler_of(member)), model, image, target, twice) / 2
-        with self.arithmetic.autocast():
-            output = model(image)
-        return self._loss_of(output, target) / len(target)
-
-    def inputs_of_a_pass(self, member: str = "") -> tuple[Tensor, ...]:
-        """What the model is called with in this rank's first pass, of the dummy image; tiled where the mesh cuts images.
-
-        member: of a model whose modules learn by turns, the one whose inputs they are.
-        """
-        image, target = (torch.cat([one] * self._rows_of_a_pass()) for one in self._on_tiles(self.dummy_batch))
-        return self.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
-
-    def meta_pass(self) -> tuple[Tensor, Tensor]:
-        """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
-        image, target = self.prepare(self.dummy_batch)
-        rows, whole = self._rows_of_a_pass(), self.dummy_batch.whole_shape
-        shape, wanted = tuple(whole or image.shape[1:]), tuple(target.shape[1:])
-        if whole is not None and is_per_pixel(self.task):
-            pixels = [scale_of(self.task) * extent for extent in whole[1:]]
-            wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)
-        images = torch.empty((rows, *shape), dtype=image.dtype, device="meta")
-        targets = torch.empty((rows, *wanted), dtype=target.dtype, device="meta")
-        return images.to(memory_format=self.prepare.format_of(images)), targets
-
-    def _rows_of_a_pass(self) -> int:
-        return -(-len(self.steps.positions(0)) // (self.mesh.copies * self.config.gradient.accumulate))
-
-    def _on_tiles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def prepared(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Prepared images and targets, as TiledTensors where the mesh cuts images."""
         image, target = self.prepare(batch)
         if is_per_pixel(self.task):
@@ -179,10 +159,12 @@ class Learner:
         turns, self.losses = turns_of(self.task, self.step), {}
         loss, wants_to_stop, is_taken = 0.0, False, False
         for number, member in enumerate(turns):
-            with learning(self.model, member, self.mesh.plan):
+            with learning(self.model, member, self.replica.plan):
                 mean, stops, took = self._turn(Turn(member, turns[:number], self.step, self.scaler_of(member)), passes, stop)
             self.losses |= {member: mean} if member else {}
             loss, wants_to_stop, is_taken = loss + mean, wants_to_stop or stops, is_taken or took
+        if self.replicas is not None and is_taken:
+            self.replicas.after_step(self.step + 1, self.lr_now())
         if self.ema is not None and is_taken:
             self.ema.update_parameters(self.model)
         self.pass_over(passes)
@@ -194,14 +176,19 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         before = {name: buffer.clone() for name, buffer in self._buffers()} if self.guard.may_skip else {}
         with nullcontext() if turn.after else self.in_passes():  # after an update a step can no longer be given up
-            loss_sum, count, wants_to_stop = self._gradients(turn, passes, stop, nominal)
+            loss_sum, count, own_count, wants_to_stop = self._gradients(turn, passes, stop, nominal)
         self._check(count)
         self.freezing.drop_gradients(self.model, self._epochs_done)
         drop_gradients_of_others(self.model, turn.member)
-        is_taken = self._is_taken(turn, loss_sum / count, passes, scale=nominal / count)
+        # of the copies that step together; a replica without a sample leaves out the step
+        scale = nominal * self.replica.copies / self.mesh.copies / own_count if own_count else 0.0
+        is_taken = self._is_taken(turn, loss_sum / count, passes, scale=scale)
         if is_taken:
             self.before_update()
-            self._update(turn.scaler, scale=nominal / count)
+            if own_count:
+                self._update(turn.scaler, scale=scale)
+            if self.replicas is not None and not turn.after:
+                self.replicas.count += own_count
         else:
             self._undo(before)
         return loss_sum / count, wants_to_stop, is_taken
@@ -252,15 +239,17 @@ class Learner:
     def _gradient_norm(self, scaler: torch.amp.GradScaler, scale: float) -> float | None:
         """The norm of the whole gradient as it would be stepped, before it is clipped, the same on every rank.
 
+        Of replicas that step apart, the root of the mean square of their norms.
         None where the guard does not look at it, and where float16's scaler leaves out the step by itself.
         """
         if not self.guard.config.gradient:
             return None
         named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        square = self.mesh.start_sum(sharded_state.square_norm(self.model, self.mesh, named))()[0] / self.mesh.size
+        own = sharded_state.square_norm(self.model, self.mesh, named) * scale**2
+        square = self.mesh.start_sum(own)()[0] / self.mesh.size
         if not scaler.is_enabled():
-            return scale * square**0.5 if square >= 0 else math.nan
-        norm = scale * square**0.5 / scaler.get_scale()
+            return square**0.5 if square >= 0 else math.nan
+        norm = square**0.5 / scaler.get_scale()
         return norm if math.isfinite(norm) else None
 
     def losses_per_image(self, batch: Batch) -> int:
@@ -277,17 +266,18 @@ class Learner:
     def _finish(self) -> Callable[[Tensor], Tensor] | None:
         return None if members_named(self.task) else getattr(self.task, "finish", None)
 
-    def _gradients(self, turn: Turn, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, bool]:
-        """Run every pass.  Returns the sums over ranks of the loss and its count, and whether to stop."""
+    def _gradients(self, turn: Turn, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, float, bool]:
+        """Run every pass.  Returns sums over ranks: the loss, its count, the count of this replica; and whether to stop."""
         own = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         totals: list[Callable[[], list[float]]] = []
 
         def on_loss(loss: Tensor, count: int | Tensor, *, last: bool) -> None:
             if self.mesh.is_first_of_copy:
-                own[0] += loss if self._finish is None else loss / self.mesh.copies  # every copy has the loss of all
+                own[0] += loss if self._finish is None else loss / self.replica.copies  # every copy has the loss of all
                 own[1] += count
             if last:
-                totals.append(self._start_total(own, passes, stop))
+                of_replica = None if self.replicas is None else self.replica.start_sum(own[1:].clone())
+                totals.extend([self._start_total(own, passes, stop), *([] if of_replica is None else [of_replica])])
 
         for number, batch in enumerate(passes):
             last, self.pass_number = number == len(passes) - 1, number + 1
@@ -300,16 +290,17 @@ class Learner:
                     stack.enter_context(inactive(module))
                 self._pass(turn, batch, nominal, partial(on_loss, last=last))
         loss_sum, count, problems, stops = totals[0]()
+        own_count = count if len(totals) == 1 else totals[1]()[0]
         if problems:
             self.mesh.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
-        return loss_sum, count, stops > 0
+        return loss_sum, count, own_count, stops > 0
 
     def _pass(self, turn: Turn, batch: Batch, nominal: int, on_loss: Callable[[Tensor, int | Tensor], None]) -> None:
         """Forward and backward of one pass.  A dummy batch runs too, with its loss multiplied by 0 and a count of 0.
 
         on_loss: called with the loss sum and the count as soon as this rank has them.
         """
-        image, target = self._on_tiles(batch)
+        image, target = self.prepared(batch)
         count = 0 if not batch.samples else len(target) if turn.member else self.task.count(target)
         factor = self.mesh.copies / nominal
         if turn.member:
@@ -317,7 +308,7 @@ class Learner:
             on_loss(loss.detach(), count)
             turn.scaler.scale(loss * factor).backward()
             return
-        loss_of = self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0
+        loss_of = self.loss_of if batch.samples else lambda output, target: self.loss_of(output, target) * 0.0
         if self._finish is not None:
             loss_of = partial(self._loss_of_all, samples=batch.samples)
         backward_of(
@@ -335,11 +326,11 @@ class Learner:
             loss = loss_of_turn(self.task, turn, self.model, image, target, batch)
         return loss if batch.samples else loss * 0.0
 
-    def _loss_of(self, output: Any, target: Tensor) -> Tensor:
+    def loss_of(self, output: Any, target: Tensor) -> Tensor:
         """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any."""
         if has_heads(self.config.model, output):
             sums = not getattr(self.task, "counts_images", False)
-            return loss_of_heads(self.config.model, output, target, self._loss_of, sums=sums)
+            return loss_of_heads(self.config.model, output, target, self.loss_of, sums=sums)
         return self.task.loss_sum(self._for_loss(output), target)
 
     def _for_loss(self, output: Any) -> Any:
@@ -347,7 +338,7 @@ class Learner:
         return widened(whole(output) if labels_of(self.task) == "boxes" else output)
 
     def _loss_of_all(self, output: Any, target: Tensor, *, samples: int) -> Tensor:
-        """The loss of this pass's samples on all copies times their number, the same on every rank; see the module's docstring.
+        """The loss of this pass's samples on all copies, of one replica, times their number; see the module's docstring.
 
         samples: how many of them this copy has; of a dummy batch 0, and its sums are multiplied by 0.
         """
@@ -356,7 +347,7 @@ class Learner:
             return loss_of_heads(self.config.model, output, target, of_all, sums=False)
         own = whole(self.task.sums(self._for_loss(output), target)).double() * float(samples > 0)
         parts = torch.cat([own.detach().flatten(), own.new_full((1,), samples)])
-        total = self.mesh.sum_(parts if self.mesh.is_first_of_copy else torch.zeros_like(parts))
+        total = self.replica.sum_(parts if self.mesh.is_first_of_copy else torch.zeros_like(parts))
         sums = total[:-1].view(own.shape) + (own - own.detach())
         return self.task.finish(sums) * total[-1]
 
@@ -378,7 +369,7 @@ class Learner:
             foreach_mul_(self._local_gradients(), scale)
         if self.config.optimizer.clip_norm is not None:
             scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self.model, self.mesh, self.config.optimizer.clip_norm)
+            clip_grad_norm_(self.model, self.replica, self.config.optimizer.clip_norm)
         scaler.step(self.optimizer)
         scaler.update()
 
@@ -389,6 +380,11 @@ class Learner:
     def is_finite(self) -> bool:
         """Whether all weights are finite, on all ranks.  Every rank calls it."""
         return sharded_state.are_finite(self.mesh, self._trained)
+
+    def consensus(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Inside, replicas that step by themselves have the mean of all; see replicas.py."""
+        averages = [] if self.ema is None else list(self.ema.module.parameters())
+        return nullcontext() if self.replicas is None else self.replicas.consensus(averages, optimizer=optimizer)
 
 
 def _chained(order: str, passes: list[Batch]) -> str:

@@ -15,6 +15,8 @@ One JSON object per line, each with `kind` and `time` (unix seconds):
     guard       action (stop, skip, roll_back, pass_over); of a refused step: found, batch_step (its number), value, loss,
                 usual, score, samples, index and images, batch (where it is kept), and step unless the run goes back; of a
                 return: left, to, checkpoint; of replicas that differ: found, after_step, part, ranks, replicas, names, is_named
+    average     step, replicas (how many averaged their weights among themselves), distance (how far apart all were), bytes
+                (that rank 0 gave to be added up)
     warning     text
     fault       rank, at (the step), fault, asked: what was injected on purpose, written by that rank before it came
     end         reason (complete, interrupted or failed), step, text
@@ -242,13 +244,9 @@ class Record:
         """Write that a checkpoint is complete."""
         self._write("checkpoint", step=step, name=name)
 
-    def guard(self, *, action: str, **values: Any) -> None:
-        """Write what the guard did, see guarding.py."""
-        self._write("guard", action=action, **values)
-
-    def read(self, *, step: int, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Write what each rank has read from files of images, see `Reads.to_tree`."""
-        self._write("read", step=step, ranks=list(ranks))
+    def note(self, kind: Literal["average", "guard", "read"], **values: Any) -> None:
+        """Write a line: replicas averaged (`Averaged`), the guard did something (guarding.py), ranks read (`Reads.to_tree`)."""
+        self._write(kind, **values)
 
     def warning(self, text: str) -> None:
         """Write and print a warning."""

@@ -37,7 +37,7 @@ from widefield.training.terminal import say
 
 ON_ONE_RANK = [
     "mesh={}", "mesh.replicate=1", "sharding={}", "pipeline={}", "stream=", "recompute=", "gradient.compression=none",
-    "gradient.agreement=mean", "model.compile=false", "data.workers=0",
+    "agreement=mean", "model.compile=false", "data.workers=0",
 ]  # fmt: skip
 """What is set in place of the run's plan; other overrides come after."""
 

@@ -24,7 +24,7 @@ def state_of(learner: Learner) -> dict[str, Any]:
     """The state that does not depend on the number of ranks, with full tensors.  Every rank calls it."""
     state = {
         "model": dict(learner.model.state_dict()),
-        "optimizer": optimizer_state(learner.model, learner.optimizer),
+        "optimizer": _optimizer_state(learner),
         "scaler": learner.scaler.state_dict() | {name: one.state_dict() for name, one in learner.scalers.items()},
         "ema": {} if learner.ema is None else dict(learner.ema.state_dict()),
         "progress": {
@@ -38,6 +38,11 @@ def state_of(learner: Learner) -> dict[str, Any]:
         },
     }
     return gather_full(learner.model, learner.mesh, state)
+
+
+def _optimizer_state(learner: Learner) -> dict[str, Any]:
+    state = optimizer_state(learner.model, learner.optimizer)
+    return state if learner.replicas is None else learner.replicas.with_common_state(state)
 
 
 def changes_of(learner: Learner) -> Changes:
@@ -57,9 +62,16 @@ def _addresses(values: Iterable[Any]) -> frozenset[int]:
 
 
 def own_state(learner: Learner) -> dict[str, Any]:
-    """The state that differs between ranks: random states, the order of images, and the state of compression."""
-    hook = hook_state(learner.model)
-    return {"random": random_state(), "order": learner.order} | ({"hook": hook} if hook is not None else {})
+    """The state that differs between ranks: random states, the order of images, of compression, of replicas."""
+    hook, replicas = hook_state(learner.model), learner.replicas
+    further = {"hook": hook} if hook is not None else {}
+    further |= {"replica": replicas.state(_average_of(learner))} if replicas is not None else {}
+    return {"random": random_state(), "order": learner.order} | further
+
+
+def _average_of(learner: Learner) -> dict[str, Tensor]:
+    """The weights of the moving average by name, where there is one."""
+    return {} if learner.ema is None else dict(learner.ema.module.named_parameters())
 
 
 def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str, Any] | None:
@@ -78,6 +90,9 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
         _load(learner, state, found)
     except FormatError as error:  # tensors are read only now
         raise ValueError(not_ours(found, error)) from None
+    if learner.replicas is not None:
+        saved = None if own is None or moved else own.get("replica")
+        learner.replicas.load(saved, _average_of(learner))
     if own is not None and not moved:
         learner.order = own["order"]
         load_hook_state(learner.model, own.get("hook"))

@@ -8,6 +8,7 @@ from widefield.config import StreamConfig
 from widefield.data.loader import Batch
 from widefield.parallel.members import members_of
 from widefield.streaming.api import stream
+from widefield.training.example_pass import inputs_of_a_pass
 from widefield.training.loop import Learner
 
 
@@ -31,7 +32,7 @@ def look_ahead(learner: Learner) -> list[str]:
     reasons = list[str]()
     for name, member in members_of(learner.model).items():
         with learner.arithmetic.autocast():
-            member._stream.program(member, learner.inputs_of_a_pass(name), {})
+            member._stream.program(member, inputs_of_a_pass(learner, name), {})
         reasons += [f"{name + ': ' if name else ''}stream: {why}" for why in member._stream.reasons]
     return reasons
 

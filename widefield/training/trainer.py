@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -103,7 +103,8 @@ class Trainer:
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
                 self._synchronize_buffers()
             if due or (learner.step % evaluate_every == 0 and not stopped):
-                self._evaluate()
+                with learner.consensus():
+                    self._evaluate()
                 passes.skip_lap()
             due = due or self.ends_early
             if due or stopped:
@@ -183,7 +184,15 @@ class Trainer:
                 memory_bytes=peak_memory_bytes(self.mesh.device),
                 losses=self.learner.losses,
             )
+        self._record_averages()
         return times.seconds
+
+    def _record_averages(self) -> None:
+        """Write when replicas averaged their weights, and how far apart they were."""
+        told = [] if self.learner.replicas is None else self.learner.replicas.told
+        for one in told if self.record is not None else ():
+            self.record.note("average", **asdict(one))  # type: ignore[union-attr]
+        told.clear()
 
     def _record_saves(self) -> None:
         """Write the warnings of the thread that saves, and a completed save, into the record."""
@@ -252,7 +261,7 @@ class Trainer:
     def _synchronize_buffers(self) -> None:
         """Where BatchNorm is not synchronized, make its running statistics equal on all ranks, also those of the average."""
         learner = self.learner
-        if self.config.batch_norm == "averaged":
+        if self.config.batch_norm == "averaged" and learner.replicas is None:  # whose statistics are averaged as weights are
             average_running_statistics(learner.model, self.mesh)
         elif self.config.batch_norm == "broadcast":
             broadcast_buffers(learner.model, self.mesh)
@@ -271,8 +280,10 @@ class Trainer:
                 f"a weight is no finite number after step {learner.step}, so nothing was saved; the newest checkpoint is from "
                 "before that. A lower optimizer.lr or optimizer.clip_norm=1 are the usual cures"
             )
-        state, changes = state_of(learner), changes_of(learner)
-        self.checkpoints.save(state, self._about(), own=own_state(learner), wait=wait, changes=changes)
+        own = own_state(learner)
+        with learner.consensus(optimizer=True):
+            changes = changes_of(learner) if learner.replicas is None else None  # they are put back at the end of this block
+            self.checkpoints.save(state_of(learner), self._about(), own=own, wait=wait, changes=changes)
         self.saving = learner.step
         self._record_saves()
 
@@ -296,7 +307,7 @@ class Trainer:
         names = sorted(name for part, _ in gathered for name in part)
         self.learner.skipped.clear()
         if self.record is not None and any(reads["decoded"] for _, reads in gathered):
-            self.record.read(step=self.learner.step, ranks=[reads for _, reads in gathered])
+            self.record.note("read", step=self.learner.step, ranks=[reads for _, reads in gathered])
         if names and self.record is not None:
             self.record.warning(f"{len(names)} unreadable images were left out of training: {', '.join(names[:20])}")
 
@@ -305,7 +316,8 @@ class Trainer:
         learner = self.learner
         self.checkpoints.wait()
         self._record_saves()
-        weights = self._full_weights()
+        with learner.consensus():
+            weights = self._full_weights()
         if complete:
             self.mesh.together(lambda: self._write_weights(weights) if self.record is not None else None)
         elif self.record is not None:  # the run goes on from a checkpoint: nothing here may keep it from ending

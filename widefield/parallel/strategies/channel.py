@@ -105,7 +105,7 @@ def _broadcast_start(model: nn.Module, mesh: Mesh) -> None:
     if mesh.group is not None:
         for tensor in [*model.parameters(), *model.buffers()]:
             start = tensor.detach().contiguous()
-            torch.distributed.broadcast(start, src=0, group=mesh.group)
+            torch.distributed.broadcast(start, group_src=0, group=mesh.group)
             tensor.copy_(start)
 
 

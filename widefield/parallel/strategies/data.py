@@ -46,7 +46,7 @@ def is_used(plan: Plan) -> bool:
 
 
 def check_plan(plan: Plan) -> None:
-    """ValueError, NotImplementedError: gradient.agreement=adasum, or batch_norm_group, with axes or choices they exclude."""
+    """ValueError, NotImplementedError: agreement=adasum, or batch_norm_group, with axes or choices they exclude."""
     _check_adasum(plan)
     _check_batch_norm_group(plan)
 
@@ -134,22 +134,22 @@ def _share_statistics(model: nn.Module, mesh: Mesh) -> list[str]:
 
 
 def _check_adasum(plan: Plan) -> None:
-    if plan.agreement != "adasum":
+    if plan.agreement.name != "adasum":
         return
     others = [axis for axis, size in plan.axes.items() if size > 1 and axis != "replicate"]
     if others:
         raise NotImplementedError(
-            f"gradient.agreement=adasum combines the gradients of whole copies and this mesh has {', '.join(others)} too, over "
-            "which gradients are summed; set gradient.agreement=mean, or use mesh.replicate alone"
+            f"agreement=adasum combines the gradients of whole copies and this mesh has {', '.join(others)} too, over "
+            "which gradients are summed; set agreement=mean, or use mesh.replicate alone"
         )
     if plan.replicate & (plan.replicate - 1):
         raise ValueError(
-            f"gradient.agreement=adasum combines ranks in pairs, then pairs of pairs, and mesh.replicate={plan.replicate} is "
-            "no power of two; start 2, 4, 8, ... ranks, or set gradient.agreement=mean"
+            f"agreement=adasum combines ranks in pairs, then pairs of pairs, and mesh.replicate={plan.replicate} is "
+            "no power of two; start 2, 4, 8, ... ranks, or set agreement=mean"
         )
     if plan.compression != "none":
         raise ValueError(
-            f"gradient.agreement=adasum and gradient.compression={plan.compression} both say what travels in place of the "
+            f"agreement=adasum and gradient.compression={plan.compression} both say what travels in place of the "
             "mean; set one of them back (agreement=mean, compression=none)"
         )
 
@@ -242,7 +242,7 @@ def trial_passes(model: nn.Module, trial_step: Callable[[], Tensor], count: int)
 def _compression(mesh: Mesh) -> tuple[Hook | None, Any, list[str]]:
     """The communication hook that the plan asks for, its state, and the reasons; None: a plain mean."""
     plan = mesh.plan
-    if plan.agreement == "adasum":
+    if plan.agreement.name == "adasum":
         reason = f"gradients of {mesh.copies} copies are combined by Adasum, layer by layer: not the mean, so not one device's"
         return adasum_hook, None, [reason]
     if plan.compression == "none":

@@ -1,0 +1,131 @@
+"""Replicas without ranks: plain models in one process, averaged by formulas written out, to compare runs with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from widefield.comm.mesh import Mesh, World
+from widefield.config import RunConfig
+from widefield.data.order import Key, order_of, share_of
+from widefield.parallel.optimizer_steps import clip_grad_norm_
+from widefield.plans import Plan
+from widefield.training.assemble import assemble, learner_of
+
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class ByHand:
+    """config: of a run with replicas.  replicas: how many; copies: data-parallel copies of the model in each."""
+
+    config: RunConfig
+    replicas: int
+    copies: int = 1
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        alone = {"agreement": type(self.config.agreement)(), "batch_norm": "synchronized"}
+        mesh = self.config.mesh.model_copy(update={"replicate": 1, "shard": 1, "space": [], "channel": 1, "stage": 1})
+        parts = assemble(
+            self.config.model_copy(update=alone | {"mesh": mesh, "stream": None}), Mesh(Plan(), World(), torch.device("cpu"))
+        )
+        self.parts, self.learner = parts, learner_of(parts)[0]
+        self.models = [copy.deepcopy(self.learner.model) for _ in range(self.replicas)]
+        self.optimizers = [self._optimizer(model) for model in self.models]
+        self.counts = [0] * self.replicas
+        self.agreed, self.outer = self.weights(0), Weights()
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        one, own = self.learner.optimizer, dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in self.learner.model.named_parameters()}
+        return type(one)([{**group, "params": [own[names[id(p)]] for p in group["params"]]} for group in one.param_groups])
+
+    def weights(self, number: int) -> Weights:
+        return {name: one.detach().clone() for name, one in self.models[number].named_parameters()}
+
+    def train(self, steps: int) -> ByHand:
+        for step in range(steps):
+            self._step(step)
+            self._agree(step + 1)
+        return self
+
+    def _step(self, step: int) -> None:
+        learner, steps, config = self.learner, self.learner.steps, self.config
+        learner.step = step
+        order = order_of(config.seed, steps.epoch_of(step), steps.samples)
+        reader, passes, total = self.parts.reader(train=True), config.gradient.accumulate, 0.0
+        for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            copies = range(number * self.copies, (number + 1) * self.copies)
+            shares = [
+                share_of(steps.positions(step), rank=one, ranks=self.replicas * self.copies, passes=passes, multiple=1)
+                for one in copies
+            ]
+            count = sum(len(part) for share in shares for part in share)
+            for parts in zip(*shares, strict=True):  # copies of a replica are rows of one batch
+                keys = [Key(steps.epoch_of(step), at, int(order[at])) for part in parts for at in part]
+                if keys:
+                    image, target = learner.prepare(reader.__getitems__(keys))
+                    loss = learner.loss_of(model(image), target)
+                    (loss / count).backward()
+                    total += loss.item()
+            for group in optimizer.param_groups:
+                group["lr"] = learner.lr_now()
+            if config.optimizer.clip_norm is not None:
+                clip_grad_norm_(model, learner.mesh, config.optimizer.clip_norm)
+            if count:
+                optimizer.step()
+            self.counts[number] += count
+        self.losses.append(total / len(steps.positions(step)))
+
+    def _agree(self, step: int) -> None:
+        asked, since = self.config.agreement, step - self.config.agreement.start
+        if since <= 0 or since % asked.period == 0:
+            self._agree_of_all(lr=self.learner.lr_now() if since > 0 and asked.name in ("slowmo", "diloco") else None)
+            return
+        due = [size for period, size in sorted(map(tuple, asked.groups)) if since % period == 0]
+        for first in range(0, self.replicas, due[-1]) if due else ():
+            self._take(range(first, first + due[-1]), self._mean(range(first, first + due[-1])))
+
+    def _agree_of_all(self, lr: float | None) -> None:
+        everyone = range(self.replicas)
+        mean = self._mean(everyone)
+        if lr is not None:
+            for name in self.agreed:
+                mean[name] = self._outer_step(name, mean[name], lr)
+        self._take(everyone, mean)
+        self.agreed, self.counts = {name: mean[name] for name in self.agreed}, [0] * self.replicas
+        if not self.config.agreement.keeps_state:
+            self.optimizers = [self._optimizer(model) for model in self.models]
+
+    def _outer_step(self, name: str, mean: Tensor, lr: float) -> Tensor:
+        asked, moved = self.config.agreement, self.agreed[name] - mean
+        if asked.name == "slowmo":  # u = b u + (x - mean) / lr;  x - a lr u
+            momentum, rate = (0.5 if asked.outer_momentum is None else asked.outer_momentum), asked.outer_rate or 1.0
+            self.outer[name] = momentum * self.outer.get(name, 0.0) + moved / lr
+            return self.agreed[name] - rate * lr * self.outer[name]
+        momentum, rate = (0.9 if asked.outer_momentum is None else asked.outer_momentum), asked.outer_rate or 0.7
+        self.outer[name] = momentum * self.outer.get(name, 0.0) + moved  # Nesterov: x - rate (g + m v)
+        return self.agreed[name] - rate * (moved + momentum * self.outer[name])
+
+    def _mean(self, numbers: range) -> Weights:
+        counts = [self.counts[number] for number in numbers]
+        shares = [count / sum(counts) for count in counts]
+        states = [self.models[number].state_dict() for number in numbers]
+        floating = [name for name, one in states[0].items() if one.is_floating_point()]
+        return {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in floating}
+
+    def _take(self, numbers: range, mean: Weights) -> None:
+        for number in numbers:
+            self.models[number].load_state_dict(mean, strict=False)
+
+    def consensus(self) -> Weights:
+        """What would be evaluated and exported now."""
+        return self._mean(range(self.replicas)) if any(self.counts) else self._mean_of_equals()
+
+    def _mean_of_equals(self) -> Weights:
+        return {name: one.clone() for name, one in self.models[0].state_dict().items() if one.is_floating_point()}

@@ -1,0 +1,71 @@
+"""The mesh of one replica, where replicas of a model do not agree in every step, and the ranks that hold the same part of each.
+
+A replica is what one value of the axis `replicate` names: a model on one rank, or sharded, tiled and staged over several.
+Within it everything is as in a run of these ranks alone.  So it has a Mesh, with groups of its own for what is summed, and
+shares with the mesh of all ranks those groups that lie within a replica anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from widefield.comm import process_groups
+from widefield.comm.mesh import Mesh
+from widefield.private_torch.process_groups import c10d_world
+
+
+def replica_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of this rank's replica.  Every rank of `mesh` calls it; `leave(mesh)` ends its groups too."""
+    plan = mesh.plan.of_replica()
+    size, world = plan.ranks, mesh.world
+    host = size if world.has_one_host else min(size, world.local_size)
+    own = Mesh(
+        plan, replace(world, rank=world.rank % size, size=size, local_size=host), mesh.device, grid=mesh.grid, watch=mesh.watch,
+        of_all=mesh,
+    )  # fmt: skip
+    if size == 1:
+        return own
+    before = set(c10d_world.pg_map)
+    group = process_groups.group_among([list(range(first, first + size)) for first in range(0, mesh.size, size)])
+    meshes = own.side_by_side
+    found = replace(
+        own,
+        devices=mesh.devices,
+        group=group,
+        data_group=process_groups.data_group(plan, meshes) if plan.channel * plan.stage > 1 else group,
+        statistics_group=process_groups.data_group(plan, meshes),
+        channel_group=mesh.channel_group,
+        stage_group=mesh.stage_group,
+        copy_group=mesh.copy_group,
+        shards=None if mesh.shards is None else mesh.shards["shard"],
+    )
+    mesh.further.extend(group for group in c10d_world.pg_map if group not in before)
+    return found
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that hold the same part of so many replicas.  size: how many; group: None where this rank is alone."""
+
+    size: int
+    group: dist.ProcessGroup | None
+
+
+def peers_of(mesh: Mesh, size: int) -> Peers:
+    """The peers of this rank in its group of `size` neighbouring replicas.  Every rank of `mesh` calls it.
+
+    ValueError: the replicas cannot be divided so.
+    """
+    replicas, each = mesh.plan.replicate, mesh.size // mesh.plan.replicate
+    if size < 1 or replicas % size:
+        raise ValueError(f"groups of {size} replicas cannot be made of {replicas}; take a divisor of {replicas}")
+    if size == 1:
+        return Peers(1, None)
+    firsts = range(0, mesh.size, size * each)
+    group = process_groups.group_among(
+        [list(range(first + place, first + size * each, each)) for first in firsts for place in range(each)]
+    )
+    mesh.further.append(group)
+    return Peers(size, group)

@@ -1,0 +1,73 @@
+"""The section `agreement` of a recipe: how the copies of the model come to agree on its weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from widefield.config.field_types import Positive
+from widefield.section import Section
+
+AgreementName = Literal["mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco"]
+PERIODIC = ("local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco")
+"""Those under which copies train by themselves and average their weights now and then."""
+_TAKEN_BY: dict[str, tuple[str, ...]] = {
+    "period": PERIODIC,
+    "start": ("post_local_sgd", "slowmo", "diloco"),
+    "groups": ("hierarchical",),
+    "outer_rate": ("slowmo", "diloco"),
+    "outer_momentum": ("slowmo", "diloco"),
+    "keeps_state": PERIODIC,
+}
+"""The names that an option is for."""
+
+
+class AgreementConfig(Section):
+    """Written as a section or, without options, as its name alone: `agreement: adasum`."""
+
+    name: AgreementName = "mean"
+    """mean: of the gradients, in every step; the only one that gives one device's numbers.  adasum: of the gradients, by
+    arXiv:2006.02924; needs a power of two of copies.  The others average weights: local_sgd every `period` steps;
+    post_local_sgd every step at first; hierarchical in groups more often; slowmo with momentum over the averages; diloco with
+    an outer optimizer (Nesterov) over them."""
+    period: Positive = 8
+    """Steps between averages of the weights of all copies."""
+    start: Annotated[int, Field(ge=0)] = 0
+    """So many steps at first are each followed by an average of all copies."""
+    groups: list[list[Positive]] = []
+    """Of hierarchical: pairs `[period, copies]`; groups of so many neighbouring copies average every so many steps."""
+    outer_rate: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of the step that is made with an average; null: 1 for slowmo, 0.7 for diloco."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Momentum of that step; null: 0.5 for slowmo, 0.9 for diloco."""
+    keeps_state: bool = True
+    """Keep the state of each copy's optimizer over an average of all; false begins it anew."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_its_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _has_options_of_its_own(self) -> AgreementConfig:
+        """ValueError: an option that this way to agree does not have, or groups that are none."""
+        for option, names in _TAKEN_BY.items():
+            if getattr(self, option) != type(self).model_fields[option].default and self.name not in names:
+                raise ValueError(f"{option} is an option of {', '.join(names)}, and the name is {self.name}; leave it out")
+        if self.name == "post_local_sgd" and self.start == 0:
+            raise ValueError("post_local_sgd without start is local_sgd; set start to the steps that all take together")
+        if (self.name == "hierarchical") != bool(self.groups):
+            raise ValueError("hierarchical needs groups, as groups=[[2,4]]: four neighbours average every 2 steps")
+        for pair in self.groups:
+            if len(pair) != 2 or not (pair[0] < self.period and pair[1] > 1):
+                raise ValueError(
+                    f"groups has {pair}; write [period, copies], with a period below {self.period}, which is that of all, and "
+                    "2 copies or more"
+                )
+        return self
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether copies train by themselves between averages of their weights."""
+        return self.name in PERIODIC

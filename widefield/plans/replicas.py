@@ -1,0 +1,39 @@
+"""Which plans can have replicas: copies of the model that train by themselves between averages of their weights."""
+
+from __future__ import annotations
+
+from widefield.plans.plan import Plan
+
+
+def check_replicas(plan: Plan) -> None:
+    """Refuse a plan whose replicas could not go their own ways.
+
+    ValueError: the user can change it.
+    """
+    name = f"agreement={plan.agreement.name}"
+    if plan.data_strategy != "data":
+        raise ValueError(
+            f"{name} lets copies train by themselves and mesh.data_strategy={plan.data_strategy} has them in one process; set "
+            "mesh.data_strategy=data"
+        )
+    if plan.batch_norm != "averaged":
+        raise ValueError(
+            f"under {name} copies take steps of their own, so that none can wait for the statistics of all as "
+            f"batch_norm={plan.batch_norm} wants; set batch_norm=averaged: running statistics are averaged with the weights"
+        )
+    if plan.batch_norm_group > 1:
+        raise ValueError(
+            f"batch_norm_group={plan.batch_norm_group} shares statistics among copies in every step and {name} lets them "
+            "train by themselves; set batch_norm_group=1"
+        )
+    if plan.compression != "none":
+        raise ValueError(
+            f"gradient.compression={plan.compression} is about gradients that copies send each other and {name} sends weights; "
+            "set gradient.compression=none"
+        )
+    for _, size in plan.agreement.groups:
+        if plan.replicate % size:
+            raise ValueError(
+                f"agreement.groups has groups of {size} copies, into which mesh.replicate={plan.replicate} cannot be divided; "
+                f"take a divisor of {plan.replicate}"
+            )

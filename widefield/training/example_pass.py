@@ -1,0 +1,55 @@
+"""A pass before there is one: a step that is tried, shapes for a capture, inputs for a stream's first program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from widefield.tasks import is_per_pixel, scale_of
+from widefield.training.loop import Learner
+from widefield.training.turns import Turn, learning, loss_of_turn
+
+
+def trial_step(learner: Learner, model: nn.Module | None = None, *, member: str = "") -> Tensor:
+    """The mean loss on a batch of one image twice: the `trial_step` of `parallelize`.  model: in place of the learner's.
+
+    member: of a model whose modules learn by turns, the one whose loss it is.
+    """
+    image, target = (torch.cat([one, one]) for one in learner.prepared(learner.dummy_batch))
+    model = learner.model if model is None else model
+    if member:
+        twice = replace(learner.dummy_batch, seeds=learner.dummy_batch.seeds * 2)
+        with learner.arithmetic.autocast(), learning(model, member, learner.replica.plan):
+            turn = Turn(member, (), 0, learner.scaler_of(member))
+            return loss_of_turn(learner.task, turn, model, image, target, twice) / 2
+    with learner.arithmetic.autocast():
+        output = model(image)
+    return learner.loss_of(output, target) / len(target)
+
+
+def inputs_of_a_pass(learner: Learner, member: str = "") -> tuple[Tensor, ...]:
+    """What the model is called with in this rank's first pass, of the dummy image; tiled where the mesh cuts images.
+
+    member: of a model whose modules learn by turns, the one whose inputs they are.
+    """
+    image, target = (torch.cat([one] * _rows(learner)) for one in learner.prepared(learner.dummy_batch))
+    return learner.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
+
+
+def meta_pass(learner: Learner) -> tuple[Tensor, Tensor]:
+    """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
+    image, target = learner.prepare(learner.dummy_batch)
+    rows, whole = _rows(learner), learner.dummy_batch.whole_shape
+    shape, wanted = tuple(whole or image.shape[1:]), tuple(target.shape[1:])
+    if whole is not None and is_per_pixel(learner.task):
+        pixels = [scale_of(learner.task) * extent for extent in whole[1:]]
+        wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)
+    images = torch.empty((rows, *shape), dtype=image.dtype, device="meta")
+    targets = torch.empty((rows, *wanted), dtype=target.dtype, device="meta")
+    return images.to(memory_format=learner.prepare.format_of(images)), targets
+
+
+def _rows(learner: Learner) -> int:
+    return -(-len(learner.steps.positions(0)) // (learner.mesh.copies * learner.config.gradient.accumulate))

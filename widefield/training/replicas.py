@@ -1,0 +1,272 @@
+"""Replicas of a model that train by themselves and average their weights now and then; see widefield/agreement/periodic.py.
+
+Each replica has its part of every batch and takes optimizer steps of its own.  What is saved, evaluated and exported is the
+mean of all replicas; each goes on from its own weights, which a checkpoint keeps too.
+
+Ranks are in lock-step here: sums of losses, stops and evaluations are of all of them.  What is saved are the gradients of
+every step between replicas: a replica sends its weights once in a period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from widefield.agreement import Descent, PeriodicAveraging, SlowMomentum
+from widefield.agreement.descent import DescentState
+from widefield.agreement.periodic import outer_step, slow_momentum_step
+from widefield.comm.collectives import runs_of
+from widefield.comm.mesh import Mesh
+from widefield.comm.replica_mesh import peers_of, replica_mesh
+from widefield.config import RunConfig
+from widefield.config.agreement import AgreementConfig
+from widefield.sharded_state import local, opened, square_distance
+
+MESSAGE_BYTES = 2**25
+Named = dict[str, Tensor]
+
+
+def algorithm_of(config: AgreementConfig) -> PeriodicAveraging:
+    """What a recipe's section asks for."""
+    outer: Descent | SlowMomentum | None = None
+    rate, momentum = config.outer_rate, config.outer_momentum
+    if config.name == "slowmo":
+        outer = SlowMomentum(1.0 if rate is None else rate, 0.5 if momentum is None else momentum)
+    elif config.name == "diloco":
+        momentum = 0.9 if momentum is None else momentum
+        outer = Descent(lr=0.7 if rate is None else rate, momentum=momentum, nesterov=momentum > 0)
+    groups = tuple((period, size) for period, size in config.groups)
+    return PeriodicAveraging(
+        period=config.period, start=config.start, groups=groups, outer=outer, keeps_state=config.keeps_state
+    )
+
+
+def check_replicas(config: RunConfig, *, scales: bool) -> None:
+    """ValueError: what replicas that are not in step cannot have.  scales: whether gradients are scaled, as of float16."""
+    name = f"agreement={config.agreement.name}"
+    if scales:
+        raise ValueError(
+            f"precision={config.precision} leaves out steps whose gradients overflow and under {name} each replica would leave "
+            "out its own; set precision=bfloat16 or float32"
+        )
+    if config.guard.checksum_every is not None:
+        raise ValueError(
+            f"guard.checksum_every={config.guard.checksum_every} compares replicas bit by bit and under {name} they differ; "
+            "leave it out"
+        )
+    if config.optimizer.lr == "find":
+        raise ValueError(
+            f"optimizer.lr=find tries rates with steps of all copies together and under {name} they step apart; find the rate "
+            "with agreement=mean, and set it"
+        )
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """One average of the weights.
+
+    step: after which.  replicas: how many averaged among themselves.  distance: how far apart the replicas were, the root of
+    the mean over all of |weights - mean of its group|^2.  bytes: what this rank gave to be added up.
+    """
+
+    step: int
+    replicas: int
+    distance: float
+    bytes: int
+
+
+class Replicas:
+    """This rank's replica among all.  Every rank makes one and calls each method, in the same order.
+
+    count: the samples (or their pixels) that this replica has learned from since all last averaged.
+    told: the averages that no record has yet.
+    """
+
+    def __init__(self, mesh: Mesh, config: AgreementConfig) -> None:
+        self.mesh, self.algorithm, self.replica = mesh, algorithm_of(config), replica_mesh(mesh)
+        self.number = mesh.rank // self.replica.size
+        sizes = {mesh.plan.replicate, *(size for _, size in self.algorithm.groups)}
+        self._peers = {size: peers_of(mesh, size) for size in sorted(sizes)}
+        self.count, self.told = 0.0, list[Averaged]()
+        self._agreed: Named = {}
+        """The weights that all agreed on last, where an outer step goes out from them."""
+        self._outer: Named = {}
+        """The momentum of the outer step."""
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to train a parallelized model, from the weights that it has now, on all replicas the same."""
+        self.model, self.optimizer, self.count = model, optimizer, 0.0
+        self._outer.clear()
+        self._agreed = {name: one.clone() for name, one in self._weights().items()} if self.algorithm.outer else {}
+
+    # ------------------------------------------------------------------------------------------ averaging
+
+    @torch.no_grad()
+    def after_step(self, step: int, lr: float) -> None:
+        """Average where the algorithm says so.  step: counted from 1, that was just done, with the learning rate lr."""
+        size = self.algorithm.averages_after(step, self.mesh.plan.replicate)
+        if size == 1:
+            return
+        weights, buffers = self._weights(), self._buffers()
+        means, sent = self._means([*weights.values(), *buffers.values()], size)
+        of_weights = dict(zip(weights, means, strict=False))
+        self.told.append(Averaged(step, size, self._distance(of_weights), sent))
+        is_of_all = size == self.mesh.plan.replicate
+        if is_of_all and self.algorithm.has_outer_step(step):
+            of_weights = {name: self._stepped(name, mean, lr) for name, mean in of_weights.items()}
+        for tensor, new in zip(
+            [*weights.values(), *buffers.values()], [*of_weights.values(), *means[len(weights) :]], strict=True
+        ):
+            tensor.copy_(new)
+        if is_of_all:
+            self.count = 0.0
+            self._agreed = {name: one.clone() for name, one in of_weights.items()} if self.algorithm.outer else {}
+            if not self.algorithm.keeps_state:
+                self.optimizer.state.clear()
+
+    def _stepped(self, name: str, mean: Tensor, lr: float) -> Tensor:
+        """A weight after the outer step."""
+        outer, agreed = self.algorithm.outer, self._agreed[name]
+        if isinstance(outer, SlowMomentum):
+            if lr == 0:  # the workers have not moved, and their velocity would be divided by it
+                return mean
+            new, self._outer[name] = slow_momentum_step(agreed, mean, self._outer.get(name), outer, lr)
+            return new
+        assert outer is not None, "only an algorithm with an outer optimizer has an outer step"
+        state = DescentState(outer, first=self._outer.get(name))
+        new = outer_step(agreed, mean, state, outer.rate(seen=0, count=1))
+        if state.first is not None:
+            self._outer[name] = state.first
+        return new
+
+    def _means(self, tensors: Sequence[Tensor], size: int) -> tuple[list[Tensor], int]:
+        """(the means over groups of `size` replicas, each by its samples; the bytes of this rank's messages)."""
+        group, own = self._peers[size].group, torch.tensor([self.count, 1.0], dtype=torch.float64, device=self.mesh.device)
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        share, sent = float(own[0] / total[0] if total[0] else own[1] / total[1]), total.nbytes
+        found: dict[int, Tensor] = {}
+        for run in runs_of(tensors, MESSAGE_BYTES):
+            flat = torch.cat([one.reshape(-1) for one in run]).mul_(share)
+            dist.all_reduce(flat, group=group)
+            sent += flat.nbytes
+            parts = flat.split([one.numel() for one in run])
+            found |= {id(one): part.view(one.shape) for one, part in zip(run, parts, strict=True)}
+        return [found[id(one)] for one in tensors], sent
+
+    def _distance(self, means: Mapping[str, Tensor]) -> float:
+        return float((self.mesh.sum_(square_distance(self.model, self.mesh, means)) / self.mesh.size).sqrt())
+
+    def _weights(self) -> Named:
+        """This rank's part of what is learned."""
+        learned = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        named = self.model.named_parameters()
+        return {name: local(one).detach() for name, one in named if id(one) in learned and not one.is_meta}
+
+    def _buffers(self) -> Named:
+        """Running statistics, and whatever else a pass writes; counters are the same on all replicas."""
+        named = self.model.named_buffers()
+        return {name: local(one) for name, one in named if not one.is_meta and one.is_floating_point()}
+
+    # ------------------------------------------------------------------------------------------ the mean of all
+
+    @contextmanager
+    def consensus(self, further: Sequence[Tensor] = (), *, optimizer: bool = False) -> Iterator[None]:
+        """Inside, every replica has the mean of all; afterwards, its own weights again.
+
+        further: what else is averaged, as a moving average's weights.  optimizer: its state too, where all replicas have it.
+        """
+        tensors = [*self._weights().values(), *self._buffers().values(), *(local(one).detach() for one in further)]
+        tensors += self._common_state().values() if optimizer else ()
+        with torch.no_grad():
+            kept = [one.clone() for one in tensors]
+            for tensor, mean in zip(tensors, self._means(tensors, self.mesh.plan.replicate)[0], strict=True):
+                tensor.copy_(mean)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, own in zip(tensors, kept, strict=True):
+                    tensor.copy_(own)
+
+    def _states(self, *, counters: bool = False) -> dict[tuple[int, str], Tensor]:
+        """The optimizer's tensors on this rank, by the place of the parameter and their name."""
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        return {
+            (place, key): local(value)
+            for place, one in enumerate(parameters)
+            for key, value in self.optimizer.state.get(one, {}).items()
+            if isinstance(value, Tensor) and (counters or value.dim())
+        }
+
+    def _common_state(self) -> dict[tuple[int, str], Tensor]:
+        """Those that every replica has: one whose branch of the model never ran has no momentum for it."""
+        own = self._states()
+        of_ranks = self.mesh.gather_objects(list(own))
+        of_peers = [set(keys) for keys in of_ranks[self.replica.rank :: self.replica.size]]
+        return {key: own[key] for key in sorted(set.intersection(*of_peers))}
+
+    def with_common_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """An `optimizer_state` without the parameters of which only some replicas have one.  Every rank calls it."""
+        common, own = self._common_state(), self._states()
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        lacking = {id(parameters[place]) for place, key in own if (place, key) not in common}
+        names = {name for name, one in self.model.named_parameters() if id(one) in lacking}
+        return saved | {"parameters": {name: of for name, of in saved["parameters"].items() if name not in names}}
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def state(self, average: Mapping[str, Tensor]) -> dict[str, Any]:
+        """This rank's part of its replica, copied.  average: of the weights' moving average, by name."""
+        optimizer: dict[str, dict[str, Tensor]] = {}
+        for (place, key), value in self._states(counters=True).items():
+            optimizer.setdefault(str(place), {})[key] = value.clone()
+        return {
+            "plan": self._layout,
+            "count": self.count,
+            "weights": _copies(self._weights() | self._buffers()),
+            "optimizer": optimizer,
+            "average": _copies(average),
+            "agreed": _copies(self._agreed),
+            "outer": _copies(self._outer),
+        }
+
+    @property
+    def _layout(self) -> str:
+        """How replicas are made up: their parts fit others only where this is the same."""
+        plan = self.mesh.plan
+        return f"{plan.axes}, space {plan.space}, ZeRO-{plan.sharding.zero}"
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Any] | None, average: Mapping[str, Tensor]) -> bool:
+        """Go on as the replica that `state` is of; returns False, and goes on from the mean of all, where there is none.
+
+        There is none where the run had other replicas, or none at all.  Load the mean of all first.
+        """
+        if saved is None or saved["plan"] != self._layout:
+            self.begin(self.model, self.optimizer)
+            return False
+        states = self._states(counters=True)
+        places = [
+            (states.get((int(place), key)), value) for place, of in saved["optimizer"].items() for key, value in of.items()
+        ]
+        own = self._weights() | self._buffers()
+        places += [(own[name], value) for name, value in saved["weights"].items()]
+        places += [(local(average[name]), value) for name, value in saved["average"].items() if name in average]
+        for place, value in places:
+            if place is not None:
+                place.copy_(opened(value))
+        self.count = saved["count"]
+        self._agreed = {name: opened(value).to(own[name], copy=True) for name, value in saved["agreed"].items()}
+        self._outer = {name: opened(value).to(own[name], copy=True) for name, value in saved["outer"].items()}
+        return True
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> Named:
+    return {name: local(one).detach().clone() for name, one in tensors.items()}
