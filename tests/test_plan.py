@@ -122,7 +122,7 @@ def test_every_choice_of_the_config_reaches_the_plan():
         "mesh.shard=2", "mesh.space=[2, 1]", "mesh.channel=3", "mesh.stage=4", "mesh.data_strategy=data_parallel",
         "batch_norm=averaged", "gradient.accumulate=3", "gradient.bucket_mib=7", "gradient.compression=bf16",
         "gradient.powersgd_rank=2", "gradient.powersgd_start_step=50", "mesh.replicate=5", "stream.tiles=[2, 2]",
-        "sharding.zero=1", "pipeline.schedule=gpipe", "recompute.keep=convolutions", "gradient.agreement=adasum",
+        "sharding.zero=1", "pipeline.schedule=gpipe", "recompute.keep=convolutions", "agreement=adasum",
         "batch_norm_group=2", "mesh.independent=true",
     ]  # fmt: skip
     changed = plan(*overrides).model_dump()

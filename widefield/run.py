@@ -145,6 +145,11 @@ def _train(
             record.say(
                 f"resumed from {found.folder} at step {learner.step}{_moved_in_words(found, mesh, has_random=own is not None)}"
             )
+        if found is not None and learner.replicas is not None and learner.replicas.begin_anew:
+            record.warning(
+                f"{found.folder} is of others, so these {mesh.plan.replicate} replicas begin from the mean of those and with "
+                "an outer momentum of 0"
+            )
         return record
 
     record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)

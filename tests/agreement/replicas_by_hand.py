@@ -26,6 +26,8 @@ class ByHand:
     replicas: int
     copies: int = 1
     losses: list[float] = field(default_factory=list)
+    skips: tuple[int, ...] = ()
+    """Steps, counted from 0, whose gradients nobody takes."""
 
     def __post_init__(self) -> None:
         alone = {"agreement": type(self.config.agreement)(), "batch_norm": "synchronized"}
@@ -60,6 +62,7 @@ class ByHand:
         reader, passes, total = self.parts.reader(train=True), config.gradient.accumulate, 0.0
         for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             optimizer.zero_grad()
+            before = copy.deepcopy(dict(model.named_buffers()))
             copies = range(number * self.copies, (number + 1) * self.copies)
             shares = [
                 share_of(steps.positions(step), rank=one, ranks=self.replicas * self.copies, passes=passes, multiple=1)
@@ -77,9 +80,11 @@ class ByHand:
                 group["lr"] = learner.lr_now()
             if config.optimizer.clip_norm is not None:
                 clip_grad_norm_(model, learner.mesh, config.optimizer.clip_norm)
-            if count:
+            if step in self.skips:  # nor the statistics
+                model.load_state_dict(before, strict=False)
+            elif count:
                 optimizer.step()
-            self.counts[number] += count
+                self.counts[number] += count
         self.losses.append(total / len(steps.positions(step)))
 
     def _agree(self, step: int) -> None:
@@ -93,6 +98,8 @@ class ByHand:
 
     def _agree_of_all(self, lr: float | None) -> None:
         everyone = range(self.replicas)
+        if not any(self.counts):
+            return
         mean = self._mean(everyone)
         if lr is not None:
             for name in self.agreed:

@@ -132,7 +132,7 @@ def test_groups_refuse_what_they_cannot_share(plan, error, words):
 @pytest.mark.sweep
 def test_a_run_takes_both_from_its_recipe_and_goes_on_where_it_stopped(tmp_path):
     words = [
-        "mesh.replicate=2", "batch_norm=averaged", "batch_norm_group=2", "gradient.agreement=adasum", "schedule.warmup=0step",
+        "mesh.replicate=2", "batch_norm=averaged", "batch_norm_group=2", "agreement=adasum", "schedule.warmup=0step",
         "precision=float64", "optimizer.lr=0.01", "evaluate.every=9step",
     ]  # fmt: skip
     words.append("schedule.name=constant")

@@ -49,7 +49,7 @@ ACTIONS = ["skip", "roll_back"]
 
 def wrong(kind: str, rank: int):
     """A loss that goes wrong in step BAD, of the samples of one rank's copy only."""
-    real = Learner._loss_of
+    real = Learner.loss_of
 
     def loss_of(self, output, target):
         loss = real(self, output, target)
@@ -64,11 +64,11 @@ def wrong(kind: str, rank: int):
 
 def trained(mesh, folder: Path, settings: list[str], kind: str = "nan", rank: int = 0) -> list:
     """Losses that `learn` gave, and the outcome, of a run whose step BAD goes wrong."""
-    real, Learner._loss_of = wrong(kind, rank)
+    real, Learner.loss_of = wrong(kind, rank)
     try:
         outcome = train(read_config(PAGE, [*SETTINGS, *settings]), folder, World() if mesh is None else mesh.world)
     finally:
-        Learner._loss_of = real
+        Learner.loss_of = real
     return [outcome.reason, outcome.step]
 
 
@@ -198,8 +198,8 @@ def test_without_a_checkpoint_there_is_no_way_back_and_the_run_says_so(tmp_path)
 
 
 def test_too_many_refused_batches_end_the_run(tmp_path, monkeypatch):
-    real = Learner._loss_of
-    monkeypatch.setattr(Learner, "_loss_of", lambda self, *given: real(self, *given) * math.nan)
+    real = Learner.loss_of
+    monkeypatch.setattr(Learner, "loss_of", lambda self, *given: real(self, *given) * math.nan)
     with pytest.raises(RefusedStepError, match="of the last 100 steps 3 batches are refused, where guard.most=2; so it is not"):
         train(read_config(PAGE, [*SETTINGS, "guard.non_finite=skip", "guard.most=2"]), tmp_path / "run", World())
 

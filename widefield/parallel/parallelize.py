@@ -25,6 +25,7 @@ from widefield.parallel.strategies import Phase, data, fully_shard
 from widefield.parallel.strategies._forward_state import without_trace
 from widefield.parallel.strategies._optimizer_shards import share_states as share_optimizer_states
 from widefield.plans import Plan
+from widefield.plans.replicas import check_steps_together
 from widefield.streaming.api import Streamed
 from widefield.tiled.gather_watch import GatherWatch
 from widefield.tiled.redistribute import dense_strides
@@ -57,6 +58,7 @@ def parallelize(
     parameters, layers with sparse gradients; and what a strategy refuses.
     """
     trial_step = trial_step or rehearse
+    check_steps_together(mesh.plan, "`parallelize` makes all copies step together (`wf.train` and the command can do both)")
     if mesh.size > 1:
         _refuse_sharded(model)
         check_same_model(model, mesh)

@@ -37,3 +37,11 @@ def check_replicas(plan: Plan) -> None:
                 f"agreement.groups has groups of {size} copies, into which mesh.replicate={plan.replicate} cannot be divided; "
                 f"take a divisor of {plan.replicate}"
             )
+
+
+def check_steps_together(plan: Plan, why: str) -> None:
+    """ValueError: replicas of the plan step apart, with `why` that cannot be."""
+    if plan.has_replicas:
+        raise ValueError(
+            f"agreement={plan.agreement.name} lets {plan.replicate} replicas step apart, and {why}; set agreement=mean for that"
+        )

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from widefield import plans
 from widefield.config.strategies import AXES
 from widefield.own_code import is_object
-from widefield.quantity import count_of
+from widefield.quantity import bytes_text, count_of
 from widefield.report import bytes_read, mistakes, plots, run_whole, samples, stages
 from widefield.report.class_scores import class_scores
 from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
@@ -325,6 +325,14 @@ def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
         rates = [line["lr"] for line in steps]
         caption = f"Highest {max(rates):.4g}, last {rates[-1]:.4g}."
         curves.append(_curve("Learning rate", plots.rate_curve(x, rates), caption))
+    if averages := run.of("average"):
+        sent = sum(line["bytes"] for line in averages)
+        caption = (
+            f"The root of the mean of |weights - mean|² over replicas, before each of {count_of(len(averages), 'average')}; "
+            f"each rank sent {bytes_text(sent)} of weights in all."
+        )
+        of_averages = [line["step"] for line in averages], [line["distance"] for line in averages]
+        curves.append(_curve("Distance between replicas", plots.distance_curve(*of_averages), caption))
     return curves
 
 

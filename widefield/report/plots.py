@@ -109,6 +109,16 @@ def rate_curve(steps: Sequence[int], rates: Sequence[float]) -> str:
         return drawn(figure, "learning rate by step")
 
 
+def distance_curve(steps: Sequence[int], distances: Sequence[float]) -> str:
+    """SVG of how far replicas were apart whenever they averaged."""
+    with style():
+        figure, axes = _canvas(steps)
+        marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(steps) <= 60 else {}
+        axes.plot(*thinned(np.asarray(steps, float), np.asarray(distances, float)), color=SERIES[0], **marker)
+        axes.set_ylim(bottom=0)
+        return drawn(figure, "distance of replicas by step")
+
+
 def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Sequence[float]) -> tuple[str, str]:
     """(SVG, caption) of the milliseconds of a step, split into compute and waiting for data."""
     whole = 1e3 * np.asarray(seconds, float)

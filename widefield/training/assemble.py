@@ -264,7 +264,8 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     seed_everything(learner.seed_of_rank)
     reasons = [*([why_lr] if why_lr else []), *why_frozen, *_cuts_of(learner.dummy_batch, mesh)]
     gathered = in_words(_gathered_maps(learner))
-    return learner, [*reasons, *parallel_reasons(learner.model), *why_stream, *gathered]
+    why_apart = [] if replicas is None else replicas.reasons
+    return learner, [*reasons, *parallel_reasons(learner.model), *why_apart, *why_stream, *gathered]
 
 
 def _gathered_maps(learner: Learner) -> list[Fallback]:

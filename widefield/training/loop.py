@@ -163,7 +163,7 @@ class Learner:
                 mean, stops, took = self._turn(Turn(member, turns[:number], self.step, self.scaler_of(member)), passes, stop)
             self.losses |= {member: mean} if member else {}
             loss, wants_to_stop, is_taken = loss + mean, wants_to_stop or stops, is_taken or took
-        if self.replicas is not None and is_taken:
+        if self.replicas is not None:
             self.replicas.after_step(self.step + 1, self.lr_now())
         if self.ema is not None and is_taken:
             self.ema.update_parameters(self.model)

@@ -85,7 +85,7 @@ class Replicas:
     """This rank's replica among all.  Every rank makes one and calls each method, in the same order.
 
     count: the samples (or their pixels) that this replica has learned from since all last averaged.
-    told: the averages that no record has yet.
+    told: the averages that no record has yet.  begin_anew: whether a checkpoint was of other replicas, whose mean was taken.
     """
 
     def __init__(self, mesh: Mesh, config: AgreementConfig) -> None:
@@ -93,7 +93,7 @@ class Replicas:
         self.number = mesh.rank // self.replica.size
         sizes = {mesh.plan.replicate, *(size for _, size in self.algorithm.groups)}
         self._peers = {size: peers_of(mesh, size) for size in sorted(sizes)}
-        self.count, self.told = 0.0, list[Averaged]()
+        self.count, self.told, self.begin_anew = 0.0, list[Averaged](), False
         self._agreed: Named = {}
         """The weights that all agreed on last, where an outer step goes out from them."""
         self._outer: Named = {}
@@ -105,6 +105,17 @@ class Replicas:
         self._outer.clear()
         self._agreed = {name: one.clone() for name, one in self._weights().items()} if self.algorithm.outer else {}
 
+    @property
+    def reasons(self) -> list[str]:
+        """What a user should know."""
+        asked, ranks = self.mesh.plan.agreement, self.replica.size
+        of_ranks = "of one rank" if ranks == 1 else f"of {ranks} ranks"
+        sent = sum(one.nbytes for one in (*self._weights().values(), *self._buffers().values()))
+        return [
+            f"agreement={asked.name}: {self.mesh.plan.replicate} replicas {of_ranks} take steps of their own and average their "
+            f"weights every {asked.period} steps, {sent:,} bytes of each rank; these are not one device's numbers"
+        ]
+
     # ------------------------------------------------------------------------------------------ averaging
 
     @torch.no_grad()
@@ -113,17 +124,19 @@ class Replicas:
         size = self.algorithm.averages_after(step, self.mesh.plan.replicate)
         if size == 1:
             return
+        share, total = self._share(size)
         weights, buffers = self._weights(), self._buffers()
-        means, sent = self._means([*weights.values(), *buffers.values()], size)
+        if not total:  # every step since was skipped
+            return
+        means, sent = self._means([*weights.values(), *buffers.values()], size, share)
         of_weights = dict(zip(weights, means, strict=False))
         self.told.append(Averaged(step, size, self._distance(of_weights), sent))
         is_of_all = size == self.mesh.plan.replicate
         if is_of_all and self.algorithm.has_outer_step(step):
             of_weights = {name: self._stepped(name, mean, lr) for name, mean in of_weights.items()}
-        for tensor, new in zip(
-            [*weights.values(), *buffers.values()], [*of_weights.values(), *means[len(weights) :]], strict=True
-        ):
-            tensor.copy_(new)
+        new = of_weights | dict(zip(buffers, means[len(weights) :], strict=True))
+        for name, tensor in (weights | buffers).items():
+            tensor.copy_(new[name])
         if is_of_all:
             self.count = 0.0
             self._agreed = {name: one.clone() for name, one in of_weights.items()} if self.algorithm.outer else {}
@@ -145,13 +158,16 @@ class Replicas:
             self._outer[name] = state.first
         return new
 
-    def _means(self, tensors: Sequence[Tensor], size: int) -> tuple[list[Tensor], int]:
-        """(the means over groups of `size` replicas, each by its samples; the bytes of this rank's messages)."""
-        group, own = self._peers[size].group, torch.tensor([self.count, 1.0], dtype=torch.float64, device=self.mesh.device)
-        total = own.clone()
-        dist.all_reduce(total, group=group)
-        share, sent = float(own[0] / total[0] if total[0] else own[1] / total[1]), total.nbytes
-        found: dict[int, Tensor] = {}
+    def _share(self, size: int) -> tuple[float, float]:
+        """(this replica's share of a mean over groups of `size`, of how many samples in all)."""
+        total = torch.tensor([self.count], dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(total, group=self._peers[size].group)
+        samples = total.item()
+        return self.count / samples if samples else 1 / size, samples
+
+    def _means(self, tensors: Sequence[Tensor], size: int, share: float) -> tuple[list[Tensor], int]:
+        """(the means over groups of `size` replicas, each by its share; the bytes of this rank's messages)."""
+        group, found, sent = self._peers[size].group, dict[int, Tensor](), 0
         for run in runs_of(tensors, MESSAGE_BYTES):
             flat = torch.cat([one.reshape(-1) for one in run]).mul_(share)
             dist.all_reduce(flat, group=group)
@@ -186,7 +202,8 @@ class Replicas:
         tensors += self._common_state().values() if optimizer else ()
         with torch.no_grad():
             kept = [one.clone() for one in tensors]
-            for tensor, mean in zip(tensors, self._means(tensors, self.mesh.plan.replicate)[0], strict=True):
+            size = self.mesh.plan.replicate
+            for tensor, mean in zip(tensors, self._means(tensors, size, self._share(size)[0])[0], strict=True):
                 tensor.copy_(mean)
         try:
             yield
@@ -244,14 +261,12 @@ class Replicas:
         return f"{plan.axes}, space {plan.space}, ZeRO-{plan.sharding.zero}"
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, Any] | None, average: Mapping[str, Tensor]) -> bool:
-        """Go on as the replica that `state` is of; returns False, and goes on from the mean of all, where there is none.
-
-        There is none where the run had other replicas, or none at all.  Load the mean of all first.
-        """
+    def load(self, saved: Mapping[str, Any] | None, average: Mapping[str, Tensor]) -> None:
+        """Go on as the replica that `state` is of; from the mean of all, which is loaded first, where the run had others."""
         if saved is None or saved["plan"] != self._layout:
             self.begin(self.model, self.optimizer)
-            return False
+            self.begin_anew = True
+            return
         states = self._states(counters=True)
         places = [
             (states.get((int(place), key)), value) for place, of in saved["optimizer"].items() for key, value in of.items()
@@ -265,7 +280,6 @@ class Replicas:
         self.count = saved["count"]
         self._agreed = {name: opened(value).to(own[name], copy=True) for name, value in saved["agreed"].items()}
         self._outer = {name: opened(value).to(own[name], copy=True) for name, value in saved["outer"].items()}
-        return True
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> Named:

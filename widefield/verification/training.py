@@ -24,6 +24,7 @@ from widefield.geometry.layout import Grid
 from widefield.parallel.parallelize import choices, fallbacks, parallelize, share_states
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.plans import Plan, check
+from widefield.plans.replicas import check_steps_together
 from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.tiled.api import tile, whole
 from widefield.verification.verdict import TOLERANCE, Row, Verdict, rows_of
@@ -70,6 +71,7 @@ def compare_training(
     autocast = partial(torch.autocast, mesh.device.type, dtype=low) if low is not None else nullcontext
     try:
         check(mesh.plan, ranks=mesh.size, samples_per_step=shape[0])
+        check_steps_together(mesh.plan, "one device is what plans are compared with")
         got = learn(copy.deepcopy(model).to(dtype), batches, mesh, autocast=autocast, lr=lr)
     except (ValueError, NotImplementedError) as error:  # raised on every rank, before any message
         return Verdict(refusal=str(error))

@@ -23,6 +23,7 @@ from widefield.planner.emulation.values import Emulation, emulated
 from widefield.planner.emulation.world import EmulatedMesh, emulated_mesh
 from widefield.planner.step_record import StepRecord
 from widefield.plans import check, plan_of
+from widefield.plans.replicas import check_steps_together
 from widefield.training.agreed import dummy_batch_of
 from widefield.training.assemble import Parts, assemble, learner_of
 from widefield.training.batch_sharding import window_of
@@ -45,6 +46,7 @@ def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given 
     """
     plan = plan_of(config, ranks)
     check(plan, ranks=ranks, samples_per_step=config.data.batch)
+    check_steps_together(plan, "planned are steps that all ranks make together")
     recording = Recording(rank, ranks, kernels=kernels)
     with _generators_kept(), planned_world(recording):
         if config.model.compile:
