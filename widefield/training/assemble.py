@@ -57,7 +57,7 @@ from widefield.training.optimizer import build_optimizer, learning_rate
 from widefield.training.parameter_groups import layers_of
 from widefield.training.patches import Tissue, sampled, tissue_to_tree
 from widefield.training.record import usable_cores
-from widefield.training.replicas import Replicas, check_replicas
+from widefield.training.replica_kinds import check_replicas, replicas_of
 from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
@@ -235,7 +235,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     replicas = None
     if mesh.plan.has_replicas:
         check_replicas(config, scales=parts.arithmetic.scaler().is_enabled())
-        replicas = Replicas(mesh, config.agreement)
+        replicas = replicas_of(mesh)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,

@@ -105,6 +105,7 @@ class Trainer:
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 with learner.consensus():
                     self._evaluate()
+                self._record_averages()
                 passes.skip_lap()
             due = due or self.ends_early
             if due or stopped:
