@@ -73,6 +73,8 @@ class SampleReader(Dataset):
     """Of targets that are images, how many of their pixels an image's pixel is along each dim; None of other targets."""
     visible: float | None = None
     """Of targets that are boxes, see `moved_rows`; None of other targets."""
+    views: int = 1
+    """How often each image is drawn, with transforms of its own; the views are joined by their channels."""
 
     def __post_init__(self) -> None:
         if self.intensity.each_image is not None and not isinstance(self.images, MeasuredImages):
@@ -139,7 +141,7 @@ class SampleReader(Dataset):
 
     def _read(self, key: Key, skipped: list[str]) -> _Sample | None:
         try:
-            return self._sample(key, *(key.seed(self.seed, step) for step in ("read", "augment")))
+            return joined([self._view(key, number) for number in range(self.views)])
         except BadImageError as error:
             if self.bad_images == "stop":
                 raise BadImageError(
@@ -148,6 +150,11 @@ class SampleReader(Dataset):
             if key.real:  # a dummy is another rank's sample, which counts it
                 skipped.append(self.images.name_of(key.index))
             return None
+
+    def _view(self, key: Key, number: int) -> _Sample:
+        """View number `number` of an image; the first one is what there is without further ones."""
+        purposes = [f"{step} of view {number}" if number else step for step in ("read", "augment")]
+        return self._sample(key, *(key.seed(self.seed, purpose) for purpose in purposes))
 
     def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
         """The image, or this rank's window of it, with the moments of the image as it is in its file where they are wanted."""
@@ -224,7 +231,7 @@ class SampleReader(Dataset):
         for offset in range(len(self.images)):
             near = replace(key, index=(key.index + offset) % len(self.images), real=False)
             try:
-                return self._sample(near, 0, 0)
+                return joined([self._sample(near, 0, 0)] * self.views)
             except BadImageError:
                 continue
         raise BadImageError(f"none of the {len(self.images)} images can be read; the first is {self.images.name_of(0)}")
@@ -240,6 +247,21 @@ class SampleReader(Dataset):
                     f"{_same_size(first)}"
                 )
         return torch.stack([sample.image for sample in read])
+
+
+def joined(views: list[_Sample]) -> _Sample:
+    """The views of an image as one sample, joined by their channels.  ValueError: they differ in size."""
+    first = views[0]
+    if len(views) == 1:
+        return first
+    odd = next((view for view in views if view.shape != first.shape), None)
+    if odd is not None:
+        raise ValueError(
+            f"two views of an image are {first.shape} and {odd.shape} (C, *pixels) and one size is wanted; let data.read end in "
+            "a transform that gives all images one size, as RandomResizedCrop: {size: [H, W]}"
+        )
+    shape = (len(views) * first.shape[0], *first.shape[1:])
+    return replace(first, image=torch.cat([view.image for view in views]), shape=shape)
 
 
 def _same_size(sample: _Sample) -> str:
@@ -293,16 +315,19 @@ def close(batches: Iterator[Batch]) -> None:
     shutdown_workers(batches)
 
 
-def augments_on_device(listed: Sequence[Any], device: torch.device, *, cut: bool, moves_as_one: bool) -> bool:
+def augments_on_device(
+    listed: Sequence[Any], device: torch.device, *, cut: bool, moves_as_one: bool, views: int = 1
+) -> bool:
     """Whether data.augment runs on the device, image by image.
 
     Not on the CPU, which the loader's workers leave free; not where images are cut over ranks, since it may need the whole
-    image; nor where it moves labels of pixels or is a user's own, since images go to the device without their labels.
+    image; nor where it moves labels of pixels or is a user's own, since images go to the device without their labels; nor where
+    several views of an image have transforms of their own.
     """
     moves_labels = moves_as_one and not all(
         step.keeps_pixels_in_place for step in Transforms(listed, field="data.augment").steps
     )
-    return device.type != "cpu" and not cut and not moves_labels
+    return device.type != "cpu" and not cut and not moves_labels and views == 1
 
 
 def reader_of(
@@ -321,15 +346,19 @@ def reader_of(
     dims: int = 2,
     image_scale: int | None = None,
     boxes: bool = False,
+    views: int = 1,
 ) -> SampleReader:
     """The reader that a config asks for; pixels, boxes: what has labels; moves_as_one: see Dataset, None for as `pixels`.
 
     Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
+    views: of each image; with several, transforms are those of training in an evaluation too, since without them views do not
+        differ.
     """
+    augments = train or views > 1
     moves_as_one = pixels if moves_as_one is None else moves_as_one
-    on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
-    read = Transforms(config.read if train else config.read_evaluate, field="data.read" if train else "data.read_evaluate")
-    augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
+    on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one, views=views)
+    read = Transforms(config.read if augments else config.read_evaluate, field="data.read" if augments else "data.read_evaluate")
+    augment = Transforms(config.augment if augments and not on_device else [], field="data.augment")
     about = {"ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims, "image_scale": image_scale}
     moves = PixelTransforms(read, augment, num_classes=num_classes, **about) if moves_as_one else None
     common: dict[str, Any] = {"num_classes": num_classes, "seed": seed, "window": window, "ignore": ignore}
@@ -344,4 +373,5 @@ def reader_of(
         intensity=intensity or Intensity(),
         image_scale=image_scale,
         visible=config.visible if boxes else None,
+        views=views,
     )

@@ -77,6 +77,7 @@ NAMED: dict[str, dict[str, Callable[..., Metric]]] = {
     "values": {},
     "image": {},
     "boxes": {},
+    "views": {},
 }
 """By kind of labels and name, what makes the metric: it gets num_classes and ignore_index where it takes them."""
 

@@ -36,7 +36,7 @@ from widefield.parallel.parallelize import (
 )
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
-from widefield.tasks import Task, labels_of
+from widefield.tasks import Task, labels_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
@@ -89,7 +89,7 @@ class Parts:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, cut = self.config.data, self.window is not None
         on_device = train and augments_on_device(
-            data.augment, self.mesh.device, cut=cut, moves_as_one=self.dataset.moves_as_one
+            data.augment, self.mesh.device, cut=cut, moves_as_one=self.dataset.moves_as_one, views=views_of(self.task)
         )
         return Preparation(
             device=self.mesh.device,
@@ -103,6 +103,7 @@ class Parts:
             pixel_dtype=self.dataset.dtype,
             intensity=self.dataset.intensity,
             dims=self.dataset.dims,
+            views=views_of(self.task),
         )
 
     def reader(self, *, train: bool) -> SampleReader:
@@ -121,6 +122,7 @@ class Parts:
             dims=self.dataset.dims,
             image_scale=self.dataset.image_scale,
             boxes=self.dataset.labels == "boxes",
+            views=views_of(self.task),
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
@@ -227,7 +229,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     _check_scaling(parts)
     check_stages(parts.task, config, mesh)
     check_turns(config, parts.task, mesh.plan)
-    check_sampling(config, parts.dataset, labels=labels_of(parts.task))
+    check_sampling(config, parts.dataset, labels=parts.dataset.labels)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,
@@ -327,7 +329,7 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
         ranks=mesh.copies,
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # mixup and cutmix mix pairs, which stay on one rank
-        weights=sample_weights_of(config, parts.dataset, mesh, labels=labels_of(parts.task)),
+        weights=sample_weights_of(config, parts.dataset, mesh, labels=parts.dataset.labels),
         blocks=getattr(parts.dataset.train, "blocks", None),
     )
     reader = parts.reader(train=True)
@@ -357,7 +359,7 @@ def write_model_of(folder: Path, parts: Parts) -> None:
     batch = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)])
     if batch.problem is not None:
         raise ValueError(batch.problem)
-    shape, name = list(batch.shape), parts.config.model.name
+    shape, name = [len(batch.image[0]) // views_of(parts.task), *batch.shape[1:]], parts.config.model.name
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
     if parts.statistics is not None:
         write_statistics(folder, parts.statistics)

@@ -17,6 +17,7 @@ from widefield.config import RunConfig
 from widefield.data import Dataset
 from widefield.data.counts import class_counts, classes_of
 from widefield.geometry import even_cut, parts_of
+from widefield.losses import DEFAULTS
 from widefield.tasks import Task
 from widefield.training.given import Given
 
@@ -50,7 +51,7 @@ def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
         )
     if stages > 1 and getattr(task, "finish", None) is not None:
         raise NotImplementedError(
-            f"task.loss={config.task.loss} is computed from all images of a pass together, and the {stages} stages of "
+            f"task.loss={config.task.loss or DEFAULTS[tasks.labels_of(task)]} is computed from all images of a pass together, and the {stages} stages of "
             "mesh.stage work on a few of them at a time; set mesh.stage=1, or take a loss of each image, as task.loss=dice"
         )
 
@@ -65,8 +66,8 @@ def class_weights_of(
     asked, names = config.task.class_weights, dataset.classes
     if asked is None:
         return None, None
-    if labels in ("values", "image", "boxes"):
-        why = {"values": "numbers, which have no classes", "image": "images, which have no classes"}
+    if labels in ("values", "image", "boxes", "views"):
+        why = {"values": "numbers, which have no classes", "image": "images, which have no classes", "views": "without labels"}
         told = why.get(labels, "boxes, whose losses weigh classes by alpha alone")
         raise ValueError(f"task.class_weights is {asked} and the task learns {told}; leave it out")
     if asked == "balanced":

@@ -147,7 +147,7 @@ class Learner:
         """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
         image, target = self.prepare(self.dummy_batch)
         rows, whole = self._rows_of_a_pass(), self.dummy_batch.whole_shape
-        shape, wanted = tuple(whole or image.shape[1:]), tuple(target.shape[1:])
+        shape, wanted = (image.shape[1], *(whole or image.shape[1:])[-(image.ndim - 2) :]), tuple(target.shape[1:])
         if whole is not None and is_per_pixel(self.task):
             pixels = [scale_of(self.task) * extent for extent in whole[1:]]
             wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)
