@@ -1,9 +1,10 @@
-"""A backbone of one's own, as a recipe names it."""
+"""A backbone, a transform and a loss of views of one's own, as a recipe names them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class SharedAndUnused(nn.Module):
@@ -18,3 +19,18 @@ class SharedAndUnused(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         found = self.norm(self.twice(self.twice(self.stem(image)).relu()))
         return self.fc(self.drop(found.relu()).mean((2, 3)))
+
+
+def of_channels(in_channels: int, num_classes: int) -> nn.Module:
+    """Its fully connected layer is called with the pixels of each channel."""
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3), nn.Flatten(2), nn.Linear(35, num_classes))
+
+
+def cut_anyhow(image: Tensor) -> Tensor:
+    """A transform after which images differ in size."""
+    return image[:, : int(torch.randint(1, 9, ()))]
+
+
+def distance(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of SimSiam, without its predictor."""
+    return -F.cosine_similarity(output[:, 0], output[:, 1], dim=1)

@@ -7,7 +7,7 @@ import torch
 from devices import on_gpu_too
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from widefield.comm.mesh import Mesh, World
@@ -115,3 +115,77 @@ def both(mesh: Mesh) -> tuple[list[float], list[float]]:
 @on_gpu_too
 def test_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     assert RECIPE.alone(6, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(6), rel=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------- views
+
+
+def test_views_are_two_draws_of_the_samples_own_seeds_and_an_evaluation_draws_the_same_again():
+    parts = assemble(RECIPE.config("seed=3"), Mesh(ALONE, World(), CPU))
+    reader, first, again = parts.reader(train=True), Key(0, 0, 7), Key(1, 0, 7)
+    batch = reader.__getitems__([first, Key(0, 1, 8)])
+    assert batch.image.shape == (2, 2, 9, 7) and not torch.equal(batch.image[:, 0], batch.image[:, 1])
+    alone = reader.__getitems__([first]).image[0]
+    assert torch.equal(alone, batch.image[0]) and not torch.equal(alone, reader.__getitems__([again]).image[0])
+    one, other = (next(parts.evaluation_batches()).image for _ in range(2))
+    assert torch.equal(one, other) and not torch.equal(one[:, 0], one[:, 1])
+
+
+def test_a_dim_without_spread_counts_as_uncorrelated_and_two_images_are_enough():
+    parts = assemble(RECIPE.config(), Mesh(ALONE, World(), CPU))
+    metrics = parts.task.metrics()
+    metrics.update(torch.tensor([[[1.0, 5.0]] * 2]), torch.zeros(1))
+    metrics.update(torch.tensor([[[3.0, 5.0]] * 2]), torch.zeros(1))
+    assert {name: float(value) for name, value in metrics.compute().items()} == {"correlation": 0.5, "std": 0.5}
+
+
+@pytest.mark.parametrize("space", [[1, 1], pytest.param([2, 1], marks=pytest.mark.long)], ids=str)
+def test_a_step_is_emulated_without_data(space):
+    """As the planner does it, on images of zeros."""
+    given = stand_in_data((1, 32, 24), classes=3, samples=4)
+    found = emulated_step(RECIPE.config(f"mesh.space={space}"), ranks=space[0], given=given)
+    assert found.peak_bytes > 10**4
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        (["data.augment=[]"], ValueError, r"data.augment is empty and task.name=self_supervised learns from two random views"),
+        (["data.mixup=0.2"], ValueError, r"data.mixup=0.2 mixes images and task.name=self_supervised learns from two"),
+        (["data={name: scene, options: {pairs: true}, augment: [RandomHorizontalFlip]}"], NotImplementedError,
+         r"data.name=scene has images as targets and task.name=self_supervised"),
+        (["task.metrics=[f1]"], ValueError, r"task.metrics has 'f1' and the task learns from views, which have the task's own"),
+        (["task.class_weights=balanced"], ValueError, r"task.class_weights is balanced and the task learns without labels"),
+        (["task.loss=mse"], ValueError, r"task.loss=mse is for targets of the kinds values, image .* 'views'; take .* vicreg"),
+        (["task.loss_options={variance: -1}"], ValueError, r"variance is -1; a number of 0 or more is wanted, as the 25"),
+        (["task.loss_options={lambda: 1}"], ValueError, r"task.loss_options \{'lambda': 1\} do not fit 'vicreg'"),
+        (["model={name: resnet}"], ValueError, r"self_supervised learns from two views .*model.options.backbone=resnet"),
+        (["model.options.projector=[]"], ValueError, r"model.options.projector is \[\]; whole numbers above 0"),
+        (["model.options.projector=64"], ValueError, r"model.options.projector is 64; a list of widths is wanted"),
+        (["model.options={backbone: unet}"], ValueError, r"backbone=unet has no fully connected layer that could be left out"),
+        (["model.options.head=fc"], ValueError, r"no fully connected layer fc that could be left out \(they are head\)"),
+        (["model.options={backbone: 'backbones:of_channels', projector: [4]}"], ValueError,
+         r"without its last fully connected layer gives \(4, 4, 35\) and \(4, 35\) is wanted"),
+        (["mesh.stage=2"], NotImplementedError, r"task.loss=vicreg is computed from all images of a pass together"),
+        (["task.name=classification"], ValueError, r"wants an output of shape \(2, 10\) and the model gave \(2, 1, 5\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_the_first_step(settings, error, told):
+    config = RECIPE.config(*settings)
+    with pytest.raises(error, match=told):
+        learner_of(assemble(config, Mesh(Plan(stage=config.mesh.stage), World(), CPU)))[0].trial_step()
+
+
+def test_views_of_two_sizes_are_refused():
+    parts = assemble(RECIPE.config("data.augment=['backbones:cut_anyhow']"), Mesh(ALONE, World(), CPU))
+    problem = parts.reader(train=True).__getitems__([Key(0, 0, 0)]).problem
+    assert "two views of an image are (1, " in problem and "let data.read end in a transform" in problem
+
+
+def test_a_loss_of_ones_own_is_of_each_sample():
+    wanted = RECIPE.alone(2, "task.loss=backbones:distance")
+    for found in on_ranks(2, RECIPE.numbers, 2, "task.loss=backbones:distance"):
+        assert found == pytest.approx(wanted, rel=1e-8)

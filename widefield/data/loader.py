@@ -257,8 +257,8 @@ def joined(views: list[_Sample]) -> _Sample:
     odd = next((view for view in views if view.shape != first.shape), None)
     if odd is not None:
         raise ValueError(
-            f"two views of an image are {first.shape} and {odd.shape} (C, *pixels) and one size is wanted; let data.read end in "
-            "a transform that gives all images one size, as RandomResizedCrop: {size: [H, W]}"
+            f"two views of an image are {first.shape} and {odd.shape} (C, *pixels) and one size is wanted; let data.read end "
+            "in a transform that gives all images one size, as RandomResizedCrop: {size: [H, W]}"
         )
     shape = (len(views) * first.shape[0], *first.shape[1:])
     return replace(first, image=torch.cat([view.image for view in views]), shape=shape)
@@ -315,19 +315,16 @@ def close(batches: Iterator[Batch]) -> None:
     shutdown_workers(batches)
 
 
-def augments_on_device(
-    listed: Sequence[Any], device: torch.device, *, cut: bool, moves_as_one: bool, views: int = 1
-) -> bool:
+def augments_on_device(listed: Sequence[Any], device: torch.device, *, cut: bool, moves_as_one: bool) -> bool:
     """Whether data.augment runs on the device, image by image.
 
     Not on the CPU, which the loader's workers leave free; not where images are cut over ranks, since it may need the whole
-    image; nor where it moves labels of pixels or is a user's own, since images go to the device without their labels; nor where
-    several views of an image have transforms of their own.
+    image; nor where it moves labels of pixels or is a user's own, since images go to the device without their labels.
     """
     moves_labels = moves_as_one and not all(
         step.keeps_pixels_in_place for step in Transforms(listed, field="data.augment").steps
     )
-    return device.type != "cpu" and not cut and not moves_labels and views == 1
+    return device.type != "cpu" and not cut and not moves_labels
 
 
 def reader_of(
@@ -346,19 +343,15 @@ def reader_of(
     dims: int = 2,
     image_scale: int | None = None,
     boxes: bool = False,
-    views: int = 1,
 ) -> SampleReader:
     """The reader that a config asks for; pixels, boxes: what has labels; moves_as_one: see Dataset, None for as `pixels`.
 
     Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
-    views: of each image; with several, transforms are those of training in an evaluation too, since without them views do not
-        differ.
     """
-    augments = train or views > 1
     moves_as_one = pixels if moves_as_one is None else moves_as_one
-    on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one, views=views)
-    read = Transforms(config.read if augments else config.read_evaluate, field="data.read" if augments else "data.read_evaluate")
-    augment = Transforms(config.augment if augments and not on_device else [], field="data.augment")
+    on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
+    read = Transforms(config.read if train else config.read_evaluate, field="data.read" if train else "data.read_evaluate")
+    augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
     about = {"ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims, "image_scale": image_scale}
     moves = PixelTransforms(read, augment, num_classes=num_classes, **about) if moves_as_one else None
     common: dict[str, Any] = {"num_classes": num_classes, "seed": seed, "window": window, "ignore": ignore}
@@ -373,5 +366,4 @@ def reader_of(
         intensity=intensity or Intensity(),
         image_scale=image_scale,
         visible=config.visible if boxes else None,
-        views=views,
     )

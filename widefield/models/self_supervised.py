@@ -53,8 +53,8 @@ class Embedder(nn.Module):
         if not isinstance(found, Tensor) or found.shape != (views * len(image), self.features):
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(
-                f"the backbone without its last fully connected layer gives {got} and ({views * len(image)}, {self.features}) is "
-                "wanted, the features of each view; name the layer that is to be left out in model.options.head"
+                f"the backbone without its last fully connected layer gives {got} and ({views * len(image)}, {self.features}) "
+                "is wanted, the features of each view; name the layer that is to be left out in model.options.head"
             )
         return self.projector(found).unflatten(0, (len(image), views))
 
@@ -91,8 +91,8 @@ def _leave_out_head(network: nn.Module, head: str | None, *, name: str) -> int:
     if not layers or (head is not None and head not in layers):
         known = f"they are {', '.join(list(layers)[-5:])}" if layers else "it has none"
         raise ValueError(
-            f"model.options.backbone={name} has no fully connected layer{'' if head is None else f' {head}'} that could be left "
-            f"out ({known}); take a network that ends in one, as resnet or torchvision/resnet50"
+            f"model.options.backbone={name} has no fully connected layer{'' if head is None else f' {head}'} that could be "
+            f"left out ({known}); take a network that ends in one, as resnet or torchvision/resnet50"
         )
     path = head or list(layers)[-1]
     owner, _, last = path.rpartition(".")

@@ -62,8 +62,8 @@ class SelfSupervised(WithLoss):
         if not isinstance(output, Tensor) or output.ndim != 3 or output.shape[:2] != (len(target), 2):
             got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
-                f"task 'self_supervised' wants the embeddings of two views, ({len(target)}, 2, D), and the model gave {got}; take "
-                "model.name=self_supervised with your network as model.options.backbone"
+                f"task 'self_supervised' wants the embeddings of two views, ({len(target)}, 2, D), and the model gave {got}; "
+                "take model.name=self_supervised with your network as model.options.backbone"
             )
         return output
 

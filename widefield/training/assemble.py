@@ -89,7 +89,7 @@ class Parts:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, cut = self.config.data, self.window is not None
         on_device = train and augments_on_device(
-            data.augment, self.mesh.device, cut=cut, moves_as_one=self.dataset.moves_as_one, views=views_of(self.task)
+            data.augment, self._augments_at, cut=cut, moves_as_one=self.dataset.moves_as_one
         )
         return Preparation(
             device=self.mesh.device,
@@ -106,14 +106,21 @@ class Parts:
             views=views_of(self.task),
         )
 
+    @property
+    def _augments_at(self) -> torch.device:
+        """Views of an image, which have transforms of their own, are made where it is read."""
+        return self.mesh.device if views_of(self.task) == 1 else torch.device("cpu")
+
     def reader(self, *, train: bool) -> SampleReader:
-        return reader_of(
+        """The reader of a split; of views, with the transforms of training in an evaluation too, without which none differ."""
+        views = views_of(self.task)
+        reader = reader_of(
             self.config.data,
             self.dataset.train if train else self.dataset.evaluate,
             num_classes=len(self.dataset.classes),
             seed=self.config.seed,
-            train=train,
-            device=self.mesh.device,
+            train=train or views > 1,
+            device=self._augments_at,
             window=self.window,
             ignore=getattr(self.task, "ignore_index", None),
             intensity=self.dataset.intensity,
@@ -122,8 +129,8 @@ class Parts:
             dims=self.dataset.dims,
             image_scale=self.dataset.image_scale,
             boxes=self.dataset.labels == "boxes",
-            views=views_of(self.task),
         )
+        return replace(reader, views=views)
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
         """This copy's part of the evaluation split.

@@ -50,8 +50,9 @@ def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
             "gives one tensor; set mesh.stage=1, and cut images by mesh.space in its place"
         )
     if stages > 1 and getattr(task, "finish", None) is not None:
+        loss = config.task.loss or DEFAULTS[tasks.labels_of(task)]
         raise NotImplementedError(
-            f"task.loss={config.task.loss or DEFAULTS[tasks.labels_of(task)]} is computed from all images of a pass together, and the {stages} stages of "
+            f"task.loss={loss} is computed from all images of a pass together, and the {stages} stages of "
             "mesh.stage work on a few of them at a time; set mesh.stage=1, or take a loss of each image, as task.loss=dice"
         )
 

@@ -101,8 +101,8 @@ def _check_views(config: RunConfig, dataset: Dataset) -> None:
             raise ValueError(f"data.{field_name}={share:g} mixes images and {taking} alone; set data.{field_name}=0")
     if dataset.labels in ("boxes", "image"):
         raise NotImplementedError(
-            f"data.name={config.data.name} has {_LABELS_IN_WORDS[dataset.labels]} and {taking} alone; take data of images with a "
-            "class, as imagefolder with all images in one folder"
+            f"data.name={config.data.name} has {_LABELS_IN_WORDS[dataset.labels]} and {taking} alone; take data of images with "
+            "a class, as imagefolder with all images in one folder"
         )
 
 

@@ -215,10 +215,7 @@ def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, cl
     """Sum everything over ranks."""
     for metric in seen.metrics.values():
         _add_up(metric, mesh, lists=labels_of(task) in ("boxes", "views"))
-    gathers = labels_of(task) != "views"  # whose lists are of sums
-    gathered_metrics = [
-        name for name, metric in seen.metrics.items() if gathers and dim_zero_cat in metric._reductions.values()
-    ]
+    gathered_metrics = _gathered_metrics(task, seen.metrics)
     loss = _loss_of(task, seen, mesh)
     tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
     gathered = mesh.gather_objects((seen.mistakes if seen.first else [], seen.skipped, seen.pieces, seen.channels))
@@ -253,6 +250,12 @@ def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, cl
         curves=curves_of_task(values),
         gathered=gathered_metrics + [metric.name for metric, _ in seen.extra_metrics if metric.gathers],
     )
+
+
+def _gathered_metrics(task: Task, metrics: MetricCollection) -> list[str]:
+    """Those of the task for which ranks gather the answers of all samples; of views there are sums in the lists."""
+    gathers = labels_of(task) != "views"
+    return [name for name, metric in metrics.items() if gathers and dim_zero_cat in metric._reductions.values()]
 
 
 def _loss_of(task: Task, seen: _Counts, mesh: Mesh) -> float:
