@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,3 +36,22 @@ def cut_anyhow(image: Tensor) -> Tensor:
 def distance(output: Tensor, target: Tensor) -> Tensor:
     """The loss of SimSiam, without its predictor."""
     return -F.cosine_similarity(output[:, 0], output[:, 1], dim=1)
+
+
+def features_of_one_channel() -> nn.Module:
+    """A network for losses."""
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True))
+
+
+def features_of_three_channels() -> nn.Module:
+    """(B, 5) features, always the same."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    torch.random.set_rng_state(state)
+    return made
+
+
+def sum_of_all() -> Callable[[Tensor], Tensor]:
+    """A function that gives no features."""
+    return torch.sum

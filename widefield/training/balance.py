@@ -18,6 +18,7 @@ from widefield.data import Dataset
 from widefield.data.counts import class_counts, classes_of
 from widefield.geometry import even_cut, parts_of
 from widefield.losses import DEFAULTS
+from widefield.plans import Plan
 from widefield.tasks import Task
 from widefield.training.given import Given
 
@@ -54,6 +55,15 @@ def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
         raise NotImplementedError(
             f"task.loss={loss} is computed from all images of a pass together, and the {stages} stages of "
             "mesh.stage work on a few of them at a time; set mesh.stage=1, or take a loss of each image, as task.loss=dice"
+        )
+
+
+def check_network_of_loss(task: Task, config: RunConfig, plan: Plan) -> None:
+    """NotImplementedError: a loss with a network of its own, which would hold maps of whole images that a stream does not."""
+    if plan.stream is not None and getattr(getattr(task, "loss", None), "runs_network", False):
+        raise NotImplementedError(
+            f"the model runs in a stream and task.loss={config.task.loss} runs a network of its own on what leaves it, whole "
+            "images with all their maps at once; cut images by mesh.space, which cuts these too, or leave the loss out"
         )
 
 
