@@ -1,4 +1,4 @@
-"""Is a perceptual loss the distance of the named layers' features, on whole images and on tiles, with a network that is frozen?"""
+"""Is a perceptual loss the distance of the named layers' features, on whole images and on tiles, of a frozen network?"""
 
 from __future__ import annotations
 
@@ -89,9 +89,8 @@ def test_the_network_is_no_part_of_the_model_and_stays_as_it_is(weights):
     learner, _ = learner_of(parts)
     assert not any("features" in name for name in learner.model.state_dict())
     learner.trial_step().backward()
-    loss = build(
-        "perceptual", Targets("image", 1), {"network": "backbones:features_of_one_channel", "mean": [0.0], "std": [1.0]}
-    )
+    own = {"network": "backbones:features_of_one_channel", "mean": [0.0], "std": [1.0]}
+    loss = build("perceptual", Targets("image", 1), own)
     of_loss = next(cell.cell_contents for cell in loss.each.__closure__ if hasattr(cell.cell_contents, "module"))
     assert not of_loss.module.training and not any(one.requires_grad for one in of_loss.module.parameters())
 

@@ -121,11 +121,11 @@ def test_the_distances_of_a_trained_pair_are_those_of_one_rank(plan):
     [
         (
             {},
-            r"fid compares features of a network, of which none is shipped here, and nothing is downloaded; name one, as fid:",
+            r"fid compares features of a network, of which none is shipped here, and nothing is downloaded; name",
         ),
         ({"network": "torchvision/inception_v3"}, r"fid has no layer; name that of torchvision/inception_v3 whose features"),
         ({"network": "torchvision/inception_v3", "layer": "avgpool"}, r"whose weights are not shipped here, and nothing is"),
-        (NETWORK | {"size": 0}, r"fid has size=0; a whole number of pixels is wanted, or null for images as they are"),
+        (NETWORK | {"size": 0}, r"fid has size=0; a whole number of pixels is wanted, or null for no resizing"),
         (NETWORK | {"network": "backbones:sum_of_all"}, r"backbones:sum_of_all gives \(\) for 1 images; \(1, F\) is wanted"),
     ],
 )

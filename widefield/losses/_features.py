@@ -65,7 +65,7 @@ def feature_network(
     """
     if len(mean) != len(std) or not len(mean) or not min(std) > 0:
         raise ValueError(f"{key} has mean {list(mean)} and std {list(std)}; one number per channel is wanted, of std above 0")
-    module = _own(network, key) if is_code(network) else _of_torchvision(network, weights, key)
+    module = _of_a_user(network, key) if is_code(network) else _of_torchvision(network, weights, key)
     if weights is not None:
         _load(module, weights, name=network, key=key)
     for part in module.modules():
@@ -84,7 +84,7 @@ class _OfFunction(nn.Module):
         return self.function(image)
 
 
-def _own(network: str, key: str) -> nn.Module:
+def _of_a_user(network: str, key: str) -> nn.Module:
     made = call(code_named(network, key=f"{key} network"), options={}, key=key, name=network)
     if not callable(made):
         raise ValueError(f"{key}: {network} gives a {type(made).__name__}; a module or a function of images is wanted")

@@ -4,12 +4,12 @@ Frechet inception distance (Heusel et al. 2017, arXiv:1706.08500), of the means 
 
     |m - m'|^2 + tr(C + C' - 2 (C C')^(1/2))
 
-Kernel inception distance (Binkowski et al. 2018, arXiv:1801.01401): the unbiased estimate of the squared maximum mean discrepancy
-with the kernel (x.y / F + 1)^3 of F features, the mean over random subsets.
+Kernel inception distance (Binkowski et al. 2018, arXiv:1801.01401): the unbiased estimate of the squared maximum mean
+discrepancy with the kernel (x.y / F + 1)^3 of F features, the mean over random subsets.
 
-The network and its weights are given, and decide the number: nothing is downloaded, and what another network gives is comparable
-with itself alone.  Images are clipped to 0..1, resized and normalized; features are computed in float64, so that they do not
-depend on what else is in a batch, and not on ranks.
+The network and its weights are given, and decide the number: nothing is downloaded, and what another network gives is
+comparable with itself alone.  Images are clipped to 0..1, resized and normalized; features are computed in float64, so that
+they do not depend on what else is in a batch, and not on ranks.
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ class ImageFeatures:
         self.key = f"task.metrics: {metric}"
         if network is None:
             raise ValueError(
-                f"{self.key} compares features of a network, of which none is shipped here, and nothing is downloaded; name one, as "
-                f"{metric}: {{network: torchvision/inception_v3, weights: FILE, layer: avgpool}}, or with network: "
+                f"{self.key} compares features of a network, of which none is shipped here, and nothing is downloaded; name "
+                f"one, as {metric}: {{network: torchvision/inception_v3, weights: FILE, layer: avgpool}}, or with network: "
                 "package.module:callable"
             )
         if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(
-                f"{self.key} has size={size!r}; a whole number of pixels is wanted, or null for images as they are"
-            )
+            raise ValueError(f"{self.key} has size={size!r}; a whole number of pixels is wanted, or null for no resizing")
         if layer is None and ":" not in network:
             raise ValueError(f"{self.key} has no layer; name that of {network} whose features count, as layer: avgpool")
         self.size = size

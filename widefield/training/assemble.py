@@ -40,7 +40,7 @@ from widefield.tasks import Task, labels_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
-from widefield.training.balance import check_network_of_loss, check_sampling, check_stages, sample_weights_of, task_of
+from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
 from widefield.training.built_model import built_model
@@ -235,7 +235,6 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     lr, why_lr = learning_rate(config.optimizer, config.data.batch)
     _check_scaling(parts)
     check_stages(parts.task, config, mesh)
-    check_network_of_loss(parts.task, config, mesh.plan)
     check_turns(config, parts.task, mesh.plan)
     check_sampling(config, parts.dataset, labels=parts.dataset.labels)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)

@@ -42,8 +42,9 @@ def task_of(config: RunConfig, given: Given, dataset: Dataset, mesh: Mesh) -> tu
 
 def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
     """NotImplementedError: a loss that is finished from the sums of a pass, in a pipeline, which has one per micro-batch,
-    or one of boxes.
+    or one of boxes; or a loss with a network of its own, in a stream.
     """
+    _check_network_of_loss(task, config, mesh.plan)
     stages = mesh.plan.stage
     if stages > 1 and tasks.labels_of(task) == "boxes":
         raise NotImplementedError(
@@ -58,7 +59,7 @@ def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
         )
 
 
-def check_network_of_loss(task: Task, config: RunConfig, plan: Plan) -> None:
+def _check_network_of_loss(task: Task, config: RunConfig, plan: Plan) -> None:
     """NotImplementedError: a loss with a network of its own, which would hold maps of whole images that a stream does not."""
     if plan.stream is not None and getattr(getattr(task, "loss", None), "runs_network", False):
         raise NotImplementedError(
