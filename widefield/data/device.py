@@ -37,6 +37,8 @@ class Preparation:
     """Of the dataset's images, whose limits `intensity` may refer to; None: that of the batch's images."""
     intensity: Intensity = Intensity()
     dims: int = 2
+    views: int = 1
+    """How many views of each image are joined by their channels."""
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images (B, C, *pixels) of `dtype`, and targets.
@@ -50,7 +52,8 @@ class Preparation:
         target = self._target(batch.target.to(self.device, non_blocking=True))
         if self.augment.steps:
             image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
-        image = self.scaled(image, batch.moments)
+        views = [self.scaled(view, batch.moments) for view in image.chunk(self.views, 1)]
+        image = views[0] if self.views == 1 else torch.cat(views, 1)
         if batch.partner is not None:
             image, target = self._mixed(image, target, batch)
         return image.contiguous(memory_format=self.format_of(image)), target

@@ -38,10 +38,10 @@ from widefield.parallel.parallelize import (
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
 from widefield.parallel.strategies.data import broadcast_weights
-from widefield.tasks import Task, labels_of
+from widefield.tasks import Task, labels_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
-from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_format, choose_precision
+from widefield.training.arithmetic import Arithmetic, arithmetic_of, check_scaling, choose_format, choose_precision
 from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
@@ -93,7 +93,7 @@ class Parts:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, cut = self.config.data, self.window is not None
         on_device = train and augments_on_device(
-            data.augment, self.mesh.device, cut=cut, moves_as_one=self.dataset.moves_as_one
+            data.augment, self._augments_at, cut=cut, moves_as_one=self.dataset.moves_as_one
         )
         return Preparation(
             device=self.mesh.device,
@@ -107,16 +107,24 @@ class Parts:
             pixel_dtype=self.dataset.dtype,
             intensity=self.dataset.intensity,
             dims=self.dataset.dims,
+            views=views_of(self.task),
         )
 
+    @property
+    def _augments_at(self) -> torch.device:
+        """Views of an image, which have transforms of their own, are made where it is read."""
+        return self.mesh.device if views_of(self.task) == 1 else torch.device("cpu")
+
     def reader(self, *, train: bool) -> SampleReader:
-        return reader_of(
+        """The reader of a split; of views, with the transforms of training in an evaluation too, without which none differ."""
+        views = views_of(self.task)
+        reader = reader_of(
             self.config.data,
             self.dataset.train if train else self.dataset.evaluate,
             num_classes=len(self.dataset.classes),
             seed=self.config.seed,
-            train=train,
-            device=self.mesh.device,
+            train=train or views > 1,
+            device=self._augments_at,
             window=self.window,
             ignore=getattr(self.task, "ignore_index", None),
             intensity=self.dataset.intensity,
@@ -126,6 +134,7 @@ class Parts:
             image_scale=self.dataset.image_scale,
             boxes=self.dataset.labels == "boxes",
         )
+        return replace(reader, views=views)
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
         """This copy's part of the evaluation split.
@@ -228,14 +237,14 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch)
-    _check_scaling(parts)
+    check_scaling(parts.arithmetic, mesh.plan)
     check_stages(parts.task, config, mesh)
     check_turns(config, parts.task, mesh.plan)
-    check_sampling(config, parts.dataset, labels=labels_of(parts.task))
     replicas = None
     if mesh.plan.has_replicas:
         check_replicas(config, scales=parts.arithmetic.scaler().is_enabled())
         replicas = replicas_of(mesh)
+    check_sampling(config, parts.dataset, labels=parts.dataset.labels)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,
@@ -314,18 +323,6 @@ def _parallelize_members(learner: Learner) -> None:
         parallelize_members(model, mesh, trial_steps=steps, samples=samples, is_average=is_average)
 
 
-def _check_scaling(parts: Parts) -> None:
-    """ValueError: loss scaling where ranks could disagree on whether gradients overflowed, and so on whether to step."""
-    plan = parts.mesh.plan
-    for axis, size in (("channel", plan.channel), ("stage", plan.stage)):
-        if size > 1 and parts.arithmetic.scaler().is_enabled():
-            raise ValueError(
-                f"precision={parts.arithmetic.precision} scales gradients and leaves out a step where one overflows, which "
-                f"each of the {size} ranks of mesh.{axis} would find out for itself; set precision=bfloat16 or float32, or "
-                f"mesh.{axis}=1"
-            )
-
-
 def _cuts_of(dummy_batch: Batch, mesh: Mesh) -> list[str]:
     return [] if dummy_batch.whole_shape is None else [cuts_in_words(dummy_batch.whole_shape[1:], mesh.grid.sizes)]
 
@@ -346,7 +343,7 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
         ranks=mesh.copies,
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # mixup and cutmix mix pairs, which stay on one rank
-        weights=sample_weights_of(config, parts.dataset, mesh, labels=labels_of(parts.task)),
+        weights=sample_weights_of(config, parts.dataset, mesh, labels=parts.dataset.labels),
         blocks=getattr(parts.dataset.train, "blocks", None),
     )
     reader = parts.reader(train=True)
@@ -376,7 +373,7 @@ def write_model_of(folder: Path, parts: Parts) -> None:
     batch = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)])
     if batch.problem is not None:
         raise ValueError(batch.problem)
-    shape, name = list(batch.shape), parts.config.model.name
+    shape, name = [len(batch.image[0]) // views_of(parts.task), *batch.shape[1:]], parts.config.model.name
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
     if parts.statistics is not None:
         write_statistics(folder, parts.statistics)
