@@ -137,19 +137,7 @@ def _train(
         prediction = {} if planned is None else planned.prediction
         why = [*why_mesh, *chosen, *why_batch, *parts.reasons, *reasons, *_unwatched(mesh, config)]
         _begin(record, parts, learner, why, prediction, last=last)
-        if (restarted := restart_in_words(os.environ)) is not None:
-            record.warning(restarted)
-        for line in changed:
-            record.warning(f"the config has changed since this run began: {line}")
-        if found is not None:
-            record.say(
-                f"resumed from {found.folder} at step {learner.step}{_moved_in_words(found, mesh, has_random=own is not None)}"
-            )
-        if found is not None and learner.replicas is not None and learner.replicas.begin_anew:
-            record.warning(
-                f"{found.folder} is of others, so these {mesh.plan.replicate} replicas begin from the mean of those and with "
-                "an outer momentum of 0"
-            )
+        _say_how_it_goes_on(record, learner, found, changed, has_random=own is not None)
         return record
 
     record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
@@ -320,6 +308,23 @@ def _check_sizes(parts: Parts) -> None:
     if samples < copies:
         raise AgreedError(
             f"{copies} ranks are more than the {samples} training images; use at most mesh.replicate={samples}, or more images"
+        )
+
+
+def _say_how_it_goes_on(record: Record, learner: Learner, found: Found | None, changed: list[str], *, has_random: bool) -> None:
+    """Say what is other than at the beginning of the run.  changed: lines of the config."""
+    if (restarted := restart_in_words(os.environ)) is not None:
+        record.warning(restarted)
+    for line in changed:
+        record.warning(f"the config has changed since this run began: {line}")
+    if found is None:
+        return
+    moved = _moved_in_words(found, learner.mesh, has_random=has_random)
+    record.say(f"resumed from {found.folder} at step {learner.step}{moved}")
+    if learner.replicas is not None and learner.replicas.begin_anew:
+        record.warning(
+            f"{found.folder} is of others, so these {learner.mesh.plan.replicate} replicas begin from the mean of those and "
+            "with an outer momentum of 0"
         )
 
 

@@ -58,6 +58,7 @@ from widefield.training.parameter_groups import layers_of
 from widefield.training.patches import Tissue, sampled, tissue_to_tree
 from widefield.training.record import usable_cores
 from widefield.training.replica_kinds import check_replicas, replicas_of
+from widefield.training.replicas import Replicas
 from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
@@ -240,10 +241,6 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     check_scaling(parts.arithmetic, mesh.plan)
     check_stages(parts.task, config, mesh)
     check_turns(config, parts.task, mesh.plan)
-    replicas = None
-    if mesh.plan.has_replicas:
-        check_replicas(config, scales=parts.arithmetic.scaler().is_enabled())
-        replicas = replicas_of(mesh)
     check_sampling(config, parts.dataset, labels=parts.dataset.labels)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
@@ -263,7 +260,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
         best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
         scalers={member: parts.arithmetic.scaler() for member in members_named(parts.task)},
-        replicas=replicas,
+        replicas=_replicas(parts),
     )
     if config.model.compile:
         model.compile()
@@ -273,8 +270,16 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     seed_everything(learner.seed_of_rank)
     reasons = [*([why_lr] if why_lr else []), *why_frozen, *_cuts_of(learner.dummy_batch, mesh)]
     gathered = in_words(_gathered_maps(learner))
-    why_apart = [] if replicas is None else replicas.reasons
+    why_apart = [] if learner.replicas is None else learner.replicas.reasons
     return learner, [*reasons, *parallel_reasons(learner.model), *why_apart, *why_stream, *gathered]
+
+
+def _replicas(parts: Parts) -> Replicas | None:
+    """This rank's replica, where the plan has some.  ValueError: the recipe asks for what replicas cannot have."""
+    if not parts.mesh.plan.has_replicas:
+        return None
+    check_replicas(parts.config, scales=parts.arithmetic.scaler().is_enabled())
+    return replicas_of(parts.mesh)
 
 
 def _gathered_maps(learner: Learner) -> list[Fallback]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.agreement.mixing import GRAPHS, MixingGraph, mixed, of_edges
@@ -74,35 +73,23 @@ class GossipReplicas(Replicas):
 
     def _mixed(self, values: Sequence[Tensor], matrix: Tensor) -> tuple[list[Tensor], float, int]:
         """(this replica's row of a mix of values, and of masses; the bytes that this rank sent)."""
+        peers = self._peers[self.mesh.plan.replicate]
         row, column = matrix[self.number].tolist(), matrix[:, self.number].tolist()
         hears = [one for one, weight in enumerate(row) if weight and one != self.number]
         hearers = [one for one, weight in enumerate(column) if weight and one != self.number]
         weights, sent, found = [row[self.number], *(row[one] for one in hears)], 0, dict[int, Tensor]()
         for run in runs_of(values, MESSAGE_BYTES):
             own = torch.cat([one.reshape(-1) for one in run])
-            heard = self._exchanged(own, hears, hearers)
+            heard = peers.exchanged(own, hears=hears, hearers=hearers)
             sent += own.nbytes * len(hearers)
             parts = mixed([own, *heard], weights).split([one.numel() for one in run])
             found |= {id(one): part.view(one.shape) for one, part in zip(run, parts, strict=True)}
         mass = self.mass
         if not self.graph.is_doubly_stochastic:
             own = torch.tensor([mass], dtype=torch.float64, device=self.mesh.device)
-            mass = mixed([own, *self._exchanged(own, hears, hearers)], weights).item()
+            mass = mixed([own, *peers.exchanged(own, hears=hears, hearers=hearers)], weights).item()
             sent += own.nbytes * len(hearers)
         return [found[id(one)] for one in values], mass, sent
-
-    def _exchanged(self, own: Tensor, hears: Sequence[int], hearers: Sequence[int]) -> list[Tensor]:
-        """What the others of `hears` sent, each like `own`, which is sent to those of `hearers`."""
-        group, heard = self._peers[self.mesh.plan.replicate].group, [torch.empty_like(own) for _ in hears]
-        messages = [dist.P2POp(dist.isend, own, self._rank_of(one), group) for one in hearers]
-        messages += [dist.P2POp(dist.irecv, one, self._rank_of(other), group) for one, other in zip(heard, hears, strict=True)]
-        for work in dist.batch_isend_irecv(messages) if messages else ():
-            work.wait()
-        return heard
-
-    def _rank_of(self, replica: int) -> int:
-        """The rank with this rank's part of another replica."""
-        return replica * self.replica.size + self.replica.rank
 
     def _share(self, size: int) -> tuple[float, float]:
         """By mass, of which there is one per replica: that is the mean which mixes keep."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.comm.collectives import runs_of
@@ -90,18 +89,16 @@ class Replicas:
     def _share(self, size: int) -> tuple[float, float]:
         """(this replica's share of a mean over groups of `size`, of how many samples in all)."""
         total = torch.tensor([self.count], dtype=torch.float64, device=self.mesh.device)
-        dist.all_reduce(total, group=self._peers[size].group)
-        samples = total.item()
+        samples = self._peers[size].sum_(total).item()
         return self.count / samples if samples else 1 / size, samples
 
     def _means(self, tensors: Sequence[Tensor], size: int, share: float) -> tuple[list[Tensor], int]:
         """(the means over groups of `size` replicas, each by its share; the bytes of this rank's messages)."""
-        group, found, sent = self._peers[size].group, dict[int, Tensor](), 0
+        found, sent = dict[int, Tensor](), 0
         for run in runs_of(tensors, MESSAGE_BYTES):
             flat = torch.cat([one.reshape(-1) for one in run]).mul_(share)
-            dist.all_reduce(flat, group=group)
+            parts = self._peers[size].sum_(flat).split([one.numel() for one in run])
             sent += flat.nbytes
-            parts = flat.split([one.numel() for one in run])
             found |= {id(one): part.view(one.shape) for one, part in zip(run, parts, strict=True)}
         return [found[id(one)] for one in tensors], sent
 
