@@ -238,10 +238,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch)
-    check_scaling(parts.arithmetic, mesh.plan)
-    check_stages(parts.task, config, mesh)
-    check_turns(config, parts.task, mesh.plan)
-    check_sampling(config, parts.dataset, labels=parts.dataset.labels)
+    _check(parts)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,
@@ -272,6 +269,15 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     gathered = in_words(_gathered_maps(learner))
     why_apart = [] if learner.replicas is None else learner.replicas.reasons
     return learner, [*reasons, *parallel_reasons(learner.model), *why_apart, *why_stream, *gathered]
+
+
+def _check(parts: Parts) -> None:
+    """ValueError, NotImplementedError: what the task, the data or the precision cannot have under this plan."""
+    config, mesh = parts.config, parts.mesh
+    check_scaling(parts.arithmetic, mesh.plan)
+    check_stages(parts.task, config, mesh)
+    check_turns(config, parts.task, mesh.plan)
+    check_sampling(config, parts.dataset, labels=parts.dataset.labels)
 
 
 def _replicas(parts: Parts) -> Replicas | None:
