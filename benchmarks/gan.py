@@ -68,7 +68,7 @@ def measured(options: argparse.Namespace) -> dict:
     parts = assemble(config_of(options), Mesh(plan, World(), torch.device("cpu")))
     learner, reasons = learner_of(parts)
     print(*(reason for reason in reasons if "stream" in reason), sep="\n", flush=True)
-    batches = training_batches(parts, first=0, last=options.steps)
+    batches = training_batches(parts, first=0, last=options.steps, dummy_batch=learner.dummy_batch)
     seconds, losses = [], []
     for _ in range(options.steps):
         batch, began = next(batches), time.perf_counter()

@@ -346,6 +346,7 @@ class _StreamedFunction(torch.autograd.Function):
         found = [gradient(value) for value in ctx.wanting]
         reached = _reached(run, grad_of)  # these get zeros where no tile gives them a gradient
         found = [_zeros(v, run) if grad is None and v in reached else grad for v, grad in zip(ctx.wanting, found, strict=True)]
+        run.close()
         pairs = zip(found, tensors, ctx.wanting, strict=False)
         return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)
 
