@@ -33,7 +33,7 @@ class Runner:
     """One forward of a schedule and, with `keeps`, its backward.
 
     given: the tensor, or WindowedImage, of every input, weight and constant.  tiled: those of which a rank has only its tile.
-    place: where values and gradients are stored between segments, but for `room` bytes, which fit on the device.
+    place: where values and gradients are stored between segments, but for what fits in `room`, on the device.
     pool: where their memory comes from.  fused: compiled runs of pointwise operations; None: nothing is compiled.
     writers: results that are given away tile by tile, without a backward, and are not in memory as a whole.
     """
@@ -49,10 +49,10 @@ class Runner:
         place: str = "device",
         pool: Pool | None = None,
         fused: CompiledRegions | None = None,
-        room: int = 0,
+        room: ByteBudget | None = None,
         writers: Mapping[Value, ResultWriter] | None = None,
     ) -> None:
-        self.room, self.writers = ByteBudget(room), writers or {}
+        self.room, self.writers = room, writers or {}
         self.needed = needed_tiles(program, self.writers) if writers and spatial.is_single_rank else None
         self.program, self.spatial, self.layouts, self.keeps = program, spatial, program.layouts, keeps
         self.place, self.pool, self.fused, self.results = place, pool, fused, set(program.graph.results)
