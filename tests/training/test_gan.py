@@ -132,8 +132,8 @@ def test_modules_with_statistics_of_the_batch_penalties_averages_and_several_pas
 
 def test_a_turn_holds_no_target_that_its_backward_does_not_read():
     """Of 8,192 pixels a side it has 0.75 GiB.  Without a reconstruction loss the generator's loss has none of it."""
-    plan = Plan(stream=StreamConfig(tiles=[2, 2]))
-    parts = assemble(RECIPE.config("task.options.reconstruction=0", "task.options.feature_matching=0"), Mesh(plan, World(), CPU))
+    plan, asked = Plan(stream=StreamConfig(tiles=[2, 2])), ["task.options.reconstruction=0", "task.options.feature_matching=0"]
+    parts = assemble(RECIPE.config(*asked), Mesh(plan, World(), CPU))
     learner, _ = learner_of(parts)
     prepare, targets = learner.prepare, []
 
