@@ -1,6 +1,6 @@
 """Memory and time of a step of a pair of networks shaped as pix2pixHD's, on one pair of large images, in a stream.
 
-    python benchmarks/gan.py --size 8192 --memory 2600MiB --keep file --save
+    python benchmarks/gan.py --size 8192 --tiles 8 --keep file --save
     python benchmarks/gan.py --size 1024 --whole         without a stream, to compare
 
 Two steps in tiles in time; the largest resident memory of the process, imports and images included.

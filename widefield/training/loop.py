@@ -140,7 +140,8 @@ class Learner:
 
         member: of a model whose modules learn by turns, the one whose inputs they are.
         """
-        image, target = (torch.cat([one] * self._rows_of_a_pass()) for one in self._on_tiles(self.dummy_batch))
+        rows = self._rows_of_a_pass()
+        image, target = (one if rows == 1 else torch.cat([one] * rows) for one in self._on_tiles(self.dummy_batch))
         return self.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
 
     def meta_pass(self) -> tuple[Tensor, Tensor]:
@@ -313,8 +314,7 @@ class Learner:
         if turn.member:
             loss, count = self._loss_of_turn(turn, batch)
             on_loss(loss.detach(), count)
-            turn.scaler.scale(loss * factor).backward()
-            return
+            return turn.scaler.scale(loss * factor).backward()
         image, target = self._on_tiles(batch)
         count = self.task.count(target) if batch.samples else 0
         loss_of = self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0
