@@ -5,7 +5,6 @@ Every value that the program chooses is returned with its reason.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +40,14 @@ from widefield.parallel.strategies.data import broadcast_weights
 from widefield.tasks import Task, labels_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
-from widefield.training.arithmetic import Arithmetic, arithmetic_of, check_scaling, choose_format, choose_precision
+from widefield.training.arithmetic import (
+    Arithmetic,
+    arithmetic_of,
+    check_scaling,
+    choose_format,
+    choose_precision,
+    only_deterministic_algorithms,
+)
 from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
@@ -181,7 +187,7 @@ def assemble(
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = choose_format(config.model.channels_last, arithmetic, dims=dataset.dims)
     if config.deterministic:
-        _only_deterministic_algorithms()
+        only_deterministic_algorithms()
     seed_everything(config.seed)
     model, why_weights = built_model(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights, task=task
@@ -195,11 +201,6 @@ def assemble(
         config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given,
         scaled.statistics, drawn.tissue,
     )  # fmt: skip
-
-
-def _only_deterministic_algorithms() -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
-    torch.use_deterministic_algorithms(True)
 
 
 def _metrics(config: RunConfig, task: Task, dataset: Dataset, *, cut: bool) -> list[RecipeMetric]:

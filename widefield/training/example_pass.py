@@ -34,7 +34,8 @@ def inputs_of_a_pass(learner: Learner, member: str = "") -> tuple[Tensor, ...]:
 
     member: of a model whose modules learn by turns, the one whose inputs they are.
     """
-    image, target = (torch.cat([one] * _rows(learner)) for one in learner.prepared(learner.dummy_batch))
+    rows = _rows(learner)
+    image, target = (one if rows == 1 else torch.cat([one] * rows) for one in learner.prepared(learner.dummy_batch))
     return learner.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
 
 
