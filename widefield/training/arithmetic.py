@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -83,9 +82,3 @@ def check_scaling(arithmetic: Arithmetic, plan: Plan) -> None:
                 f"each of the {size} ranks of mesh.{axis} would find out for itself; set precision=bfloat16 or float32, or "
                 f"mesh.{axis}=1"
             )
-
-
-def only_deterministic_algorithms() -> None:
-    """Ask torch, for the whole process, for kernels that give the same bits each time."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
-    torch.use_deterministic_algorithms(True)

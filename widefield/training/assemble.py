@@ -40,14 +40,7 @@ from widefield.parallel.strategies.data import broadcast_weights
 from widefield.tasks import Task, labels_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
-from widefield.training.arithmetic import (
-    Arithmetic,
-    arithmetic_of,
-    check_scaling,
-    choose_format,
-    choose_precision,
-    only_deterministic_algorithms,
-)
+from widefield.training.arithmetic import Arithmetic, arithmetic_of, check_scaling, choose_format, choose_precision
 from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
@@ -67,7 +60,7 @@ from widefield.training.replica_kinds import check_replicas, replicas_of
 from widefield.training.replicas import Replicas
 from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
-from widefield.training.state import seed_everything
+from widefield.training.state import only_deterministic_algorithms, seed_everything
 from widefield.training.streaming import check_tiles, look_ahead
 from widefield.training.turns import check_turns, divide, members_named
 from widefield.training.weight_average import average_of
