@@ -50,7 +50,7 @@ _COLLECTIVES = (
 )  # fmt: skip
 _BOUND = {"_ALL_GATHER": "all_gather_single", "_REDUCE_SCATTER": "reduce_scatter_single"}
 """Names under which collectives.py keeps two of them."""
-_LOSSES = ("_loss_of", "_loss_of_all")
+_LOSSES = ("loss_of", "_loss_of_all")
 """Methods of a Learner: of a loss that is a sum, and of one that is finished from sums."""
 _OPERATIONS_BEFORE_THE_LOSS = 20
 
@@ -139,11 +139,14 @@ def _in_data(stack: ExitStack, injector: Injector) -> None:
 
 
 def _in_forward(stack: ExitStack, injector: Injector) -> None:
-    def of_loss(loss_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def changed(*args: Any, **kwargs: Any) -> Tensor:
-            loss = loss_of(*args, **kwargs)
-            fault = injector.due("forward", ("nan",)) if loss.requires_grad else None
-            return loss if fault is None else loss * float("nan")
+    def of_loss(loss_of: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            found = loss_of(*args, **kwargs)
+            loss = found[0] if isinstance(found, tuple) else found  # that of a turn comes with its count
+            if not loss.requires_grad or injector.due("forward", ("nan",)) is None:
+                return found
+            loss = loss * float("nan")
+            return (loss, *found[1:]) if isinstance(found, tuple) else loss
 
         return changed
 
