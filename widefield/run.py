@@ -13,16 +13,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from widefield import sharded_state
+from widefield.asynchrony import checks as server_checks
+from widefield.asynchrony.messages import server_failed
+from widefield.asynchrony.server import ServerTrainer
+from widefield.asynchrony.worker import work
 from widefield.comm.failure import FailureWatch
 from widefield.comm.fingerprints import why_not_compared
 from widefield.comm.mesh import AgreedError, Mesh, World, join, leave
+from widefield.comm.replica_mesh import alone_on
+from widefield.comm.requests import Requests, asked
 from widefield.comm.stall_watch import StallWatch
 from widefield.comm.timeline import Timeline
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
 from widefield.launchers._restarting import may_change_ranks, restart_in_words
 from widefield.parallel.parallelize import fallbacks
-from widefield.plans import check, plan_of, refit, to_text
+from widefield.plans import Plan, check, plan_of, refit, to_text
 from widefield.quantity import count_of
 from widefield.refusal import TO_BE_CONTINUED
 from widefield.streaming import progress
@@ -59,6 +65,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     AgreedError, on every rank: config, data or checkpoints do not allow the run, or the loss is not finite; checkpoints stay.
     Any other error of one rank is a PeerFailedError on the others, within seconds.
     """
+    server_checks.check_recipe(config, given)
     config, why_refitted = _refitted(config, folder, world)
     if config.mesh.auto:
         from widefield.planner.search.starting import planned_together  # imported late, as most runs need no planner
@@ -71,6 +78,8 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_if_known)
     check_guard(config)
+    if plan.has_server:
+        return _train_with_server(config, folder, world, plan)
     try:
         with ExitStack() as stack:
             # A signal until then ends this rank at once, as there is nothing to save.
@@ -86,6 +95,27 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
         raise FullMemoryError("\n".join([str(error), *_priced(config, 1, given)])) from error
 
 
+def _train_with_server(config: RunConfig, folder: Path, world: World, plan: Plan) -> Outcome:
+    """The last rank serves the weights, and its run is one of a single rank; the others are its workers."""
+    config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})  # nothing is read ahead
+    with ExitStack() as stack:
+        mesh, serves = join(world, plan, timeout_seconds=_longest_wait(config)), world.rank == plan.workers
+        group = mesh.checkpoint_group
+        assert group is not None, "a server and a worker are two ranks"
+        interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=serves))
+        stack.callback(leave, mesh)
+        alone = alone_on(mesh)
+        if not serves:
+            ask = partial(asked, peer=plan.workers, group=group)
+            return work(config, alone, ask, folder, number=world.rank, workers=plan.workers)
+        requests = Requests(range(plan.workers), group)
+        stack.callback(requests.close, server_failed(), seconds=1.0)
+        trainer = partial(ServerTrainer, requests=requests, workers=plan.workers)
+        with FailureWatch(alone) as watch:
+            why = [server_checks.server_in_words(plan)]
+            return _train(config, folder, replace(alone, watch=watch), interrupt, stack, NOTHING, why, trainer)
+
+
 def _refitted(config: RunConfig, folder: Path, world: World) -> tuple[RunConfig, list[str]]:
     """The config with a mesh for the ranks that are left, where a launcher restarts a run that has begun; and why.
 
@@ -98,7 +128,14 @@ def _refitted(config: RunConfig, folder: Path, world: World) -> tuple[RunConfig,
 
 
 def _train(
-    config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given, why_mesh: list[str]
+    config: RunConfig,
+    folder: Path,
+    mesh: Mesh,
+    interrupt: Interrupt,
+    stack: ExitStack,
+    given: Given,
+    why_mesh: list[str],
+    trains: Callable[..., Trainer] = Trainer,
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
     stop = mesh.gather_objects(stop_that_stands(folder) if mesh.is_main else None)[0]
@@ -159,7 +196,7 @@ def _train(
         stack.enter_context(Heartbeat(record, learner, passes, last=last, stream=sys.stdout.fileno))
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last: all of the above may draw
     guarding = Guarding(learner, folder, checkpoints, record, parts.dataset.train, batches_from)
-    trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings, guarding)
+    trainer = trains(config, folder, parts, learner, checkpoints, record, last, warnings, guarding)
     return _fit(trainer, passes, interrupt)
 
 

@@ -108,6 +108,7 @@ def start(
     program: list[str] | None = None,
     forked: Forking | None = None,
     restarts: Restarts | None = None,
+    may_be_lost: int = 0,
 ) -> int:
     """Run `widefield` with `arguments` on `ranks` ranks of this machine; returns the exit status for the command.
 
@@ -118,6 +119,7 @@ def start(
     program: the command to run in place of `python -m widefield`.
     forked: the process to fork the ranks from, in place of starting Python for each.
     restarts: whether and how to start again after a failure; None: never.
+    may_be_lost: how many of the first ranks the others go on without, where a signal killed them.
     OMP_NUM_THREADS is set to the ranks' share of the cores, unless it is set.  Call it in the main thread: it handles signals.
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
@@ -126,6 +128,7 @@ def start(
     group = RankProcesses(run_id, grace_seconds)
     with _signals_to(lambda number, frame: group.on_signal(number)):
         while True:
+            group.may_be_lost = frozenset(range(may_be_lost))
             began, told = time.time(), restarts.environment if restarts else {}
             _run(again, group, command, forked, told)
             if group.verdict:
