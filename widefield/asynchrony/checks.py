@@ -105,6 +105,12 @@ def check_parts(model: nn.Module, task: Task) -> None:
             f"the loss is finished from the sums of a whole batch, of which a worker of {_NAME} has a part; set "
             "agreement=mean, or a loss that is a sum over samples or pixels"
         )
+    synced = [name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm)]
+    if synced:
+        raise NotImplementedError(
+            f"{synced[0]} is a SyncBatchNorm, which waits for the statistics of all ranks, and workers of {_NAME} do not "
+            "wait for each other; make it a BatchNorm"
+        )
     names = [name for name, one in model.named_modules() if isinstance(one, BatchNorm) and one.momentum is None]
     if names:
         raise NotImplementedError(
