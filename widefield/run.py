@@ -171,22 +171,14 @@ def _train(
         write_model_of(folder, parts)
         planned = read_planned(folder)
         chosen = [] if planned is None else [f"mesh.auto: {text}" for text in planned.reasons]
-        prediction = {} if planned is None else planned.prediction
         why = [*why_mesh, *chosen, *why_batch, *parts.reasons, *reasons, *_unwatched(mesh, config)]
-        _begin(record, parts, learner, why, prediction, last=last)
+        _begin(record, parts, learner, why, {} if planned is None else planned.prediction, last=last)
         if (restarted := restart_in_words(os.environ)) is not None:
             record.warning(restarted)
         for line in changed:
             record.warning(f"the config has changed since this run began: {line}")
         if found is not None:
-            record.say(
-                f"resumed from {found.folder} at step {learner.step}{_moved_in_words(found, mesh, has_random=own is not None)}"
-            )
-        if found is not None and learner.replicas is not None and learner.replicas.begin_anew:
-            record.warning(
-                f"{found.folder} is of others, so these {mesh.plan.replicate} replicas begin from the mean of those and with "
-                "an outer momentum of 0"
-            )
+            _say_resumed(record, learner, found, has_random=own is not None)
         return record
 
     record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
@@ -212,6 +204,16 @@ def _priced(config: RunConfig, ranks: int, given: Given) -> list[str]:
 
 def _batches_from(parts: Parts, learner: Learner, last: int, step: int) -> Iterator[Batch]:
     return training_batches(parts, first=step, last=last, dummy_batch=learner.dummy_batch)
+
+
+def _say_resumed(record: Record, learner: Learner, found: Found, *, has_random: bool) -> None:
+    mesh = learner.mesh
+    record.say(f"resumed from {found.folder} at step {learner.step}{_moved_in_words(found, mesh, has_random=has_random)}")
+    if learner.replicas is not None and learner.replicas.begin_anew:
+        record.warning(
+            f"{found.folder} is of others, so these {mesh.plan.replicate} replicas begin from the mean of those and with an outer "
+            "momentum of 0"
+        )
 
 
 def _moved_in_words(found: Found, mesh: Mesh, *, has_random: bool) -> str:

@@ -100,6 +100,7 @@ def assert_close(found, expected, tolerance=1e-12):
 def test_the_simulator_computes_the_same_weights_from_a_runs_log(runs, name):
     assert_close(replayed(runs / name, RUNS[name]), weights_of(runs / name))
     gradients = [event for event in log_of(runs / name).events if event.kind == "gradient"]
+    assert log_of(runs / name).seconds > gradients[-1].time
     assert len(gradients) == {"epoch": 16, "synchronous": 8}.get(name, 6) * 2
 
 
@@ -212,5 +213,18 @@ def test_a_killed_server_ends_the_run_which_goes_on_by_the_same_command(tmp_path
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL and "rank 3 was killed by SIGKILL" in output, output
     assert "resumed from" in run_command(*command_of(tmp_path / "run"))
+    assert set(times_learned(log_of(tmp_path / "run")).values()) == {1}
+    assert_close(replayed(tmp_path / "run", SLOW), weights_of(tmp_path / "run"))
+
+
+@pytest.mark.long
+def test_a_run_all_of_whose_workers_were_killed_goes_on_with_fewer(tmp_path):
+    process = start_command(*command_of(tmp_path / "run"))
+    wait_for_step(process, tmp_path / "run", 16)
+    for rank in processes_of(process)[:3]:
+        os.kill(rank.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "all 3 workers are gone" in output, output
+    assert "resumed from" in run_command(*command_of(tmp_path / "run", "mesh.replicate=3"))
     assert set(times_learned(log_of(tmp_path / "run")).values()) == {1}
     assert_close(replayed(tmp_path / "run", SLOW), weights_of(tmp_path / "run"))

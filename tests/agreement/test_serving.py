@@ -19,7 +19,7 @@ from widefield.asynchrony.checks import check_parts, check_recipe
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.worker import Worker
 from widefield.comm.mesh import Mesh, World
-from widefield.comm.requests import Gone, Message, Requests, asked
+from widefield.comm.requests import LostPeer, Message, Requests, asked
 from widefield.config import read_config
 from widefield.parallel.parallelize import parallelize
 from widefield.plans import Plan, from_text, plan_of, to_text
@@ -108,7 +108,7 @@ def exchanged(mesh):
     _, first = requests.next(60.0)
     requests.answer(0, Message(9, (2, 4), (1.0,), 2 * first.values))
     requests.close(Message(10), seconds=60.0)
-    return requests.sent, requests.received, isinstance(first, Gone)
+    return requests.sent, requests.received, isinstance(first, LostPeer)
 
 
 def test_a_request_is_answered_and_the_bytes_are_counted():

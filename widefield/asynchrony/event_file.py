@@ -6,6 +6,7 @@ A run that goes on from a checkpoint leaves out what came after it, so the file 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from pathlib import Path
@@ -24,9 +25,10 @@ class EventFile:
     def __init__(self, path: Path, log: EventLog, *, samples: int) -> None:
         self.path = path
         before = _events_until(path, samples) if samples and path.is_file() else []
+        workers = max([log.workers, *(1 + event.workers[0] for event in before)])  # it may go on with fewer
         self.gradients = sum(event.kind == "gradient" for event in before)
         self._began = time.monotonic() - (before[-1].time if before else 0.0)
-        _write(path, dataclasses.replace(log, events=tuple(before)))
+        _write(path, dataclasses.replace(log, workers=workers, events=tuple(before)))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, *workers: int, **further: object) -> None:
@@ -40,7 +42,10 @@ class EventFile:
         self._file.flush()
 
     def close(self) -> None:
+        """Write into the header when the run ended."""
         self._file.close()
+        header, _, events = self.path.read_text(encoding="utf-8").partition("\n")
+        _replace(self.path, json.dumps(json.loads(header) | {"seconds": self.now}) + "\n" + events)
 
 
 def _events_until(path: Path, samples: int) -> list[Event]:
@@ -56,6 +61,10 @@ def _events_until(path: Path, samples: int) -> list[Event]:
 
 
 def _write(path: Path, log: EventLog) -> None:
+    _replace(path, log.to_text())
+
+
+def _replace(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(log.to_text(), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

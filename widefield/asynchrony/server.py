@@ -13,10 +13,11 @@ from widefield.asynchrony.checks import check_parts
 from widefield.asynchrony.event_file import NAME, EventFile
 from widefield.asynchrony.messages import FAILED, HELLO, end, give, pushed, text_of
 from widefield.asynchrony.samples import Samples
-from widefield.asynchrony.weights import Arrived, ServerWeights, algorithm_of
+from widefield.asynchrony.weights import Arrived, ServedWeights, algorithm_of
 from widefield.comm.mesh import AgreedError
-from widefield.comm.requests import Gone, Message, Requests
+from widefield.comm.requests import LostPeer, Message, Requests
 from widefield.training.assemble import Parts
+from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner
 from widefield.training.passes import Passes
 from widefield.training.trainer import Outcome, Trainer
@@ -45,7 +46,7 @@ class Server:
         config, steps = parts.config, learner.steps
         check_parts(learner.model, parts.task)
         self.requests, self.samples, self._warn = requests, Samples(parts, workers=workers), warn
-        self.weights = ServerWeights(learner, config.agreement)
+        self.weights = ServedWeights(learner, config.agreement)
         algorithm = algorithm_of(config, lr=learner.lr)
         shares = Shares(self.samples.places, step=learner.step, limit=learner.step)
         self.serving = Serving[Arrived](algorithm, shares, range(workers))
@@ -72,8 +73,8 @@ class Server:
         self.events.flush()
         return self.steps.pop(step)
 
-    def _hear(self, worker: int, came: Message | Gone) -> None:
-        if isinstance(came, Gone):
+    def _hear(self, worker: int, came: Message | LostPeer) -> None:
+        if isinstance(came, LostPeer):
             lost = self.serving.goes(worker)
             self.events.write("die", worker)
             again = "" if lost is None else f"; its share {lost[1]} of step {lost[0] + 1} is handed out again"
@@ -162,12 +163,12 @@ class ServerTrainer(Trainer):
         every = [self._steps(self.config.evaluate.every), self._steps(self.config.checkpoint.every)]
         return min(self.last, *((step // one + 1) * one for one in every))
 
-    def fit(self, passes: Passes, interrupt: object) -> Outcome:  # type: ignore[override]
+    def fit(self, passes: Passes, interrupt: Interrupt) -> Outcome:
         """As of any run; workers hear in the end how it ended."""
         assert self.requests is not None
         failed, status = True, 1
         try:
-            outcome = super().fit(passes, interrupt)  # type: ignore[arg-type]
+            outcome = super().fit(passes, interrupt)
             failed, status = False, outcome.status
             return outcome
         finally:

@@ -62,7 +62,7 @@ class Arrived:
     seen: int
 
 
-class ServerWeights:
+class ServedWeights:
     """The server's model and optimizer.  received: samples whose gradients have come."""
 
     def __init__(self, learner: Learner, asked: AgreementConfig) -> None:

@@ -41,7 +41,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Gone:
+class LostPeer:
     """In place of a message: the peer's process has ended.  why: as gloo says."""
 
     why: str
@@ -80,7 +80,7 @@ class Requests:
     def __init__(self, peers: Sequence[int], group: dist.ProcessGroup) -> None:
         self.sent = self.received = 0
         self._group = group
-        self._arrived: queue.SimpleQueue[tuple[int, Message | Gone]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[int, Message | LostPeer]] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[Message]] = {peer: queue.SimpleQueue() for peer in peers}
         self._last: Message | None = None
         """With which all requests are answered from now on."""
@@ -91,7 +91,7 @@ class Requests:
         for thread in self._threads.values():
             thread.start()
 
-    def next(self, seconds: float) -> tuple[int, Message | Gone] | None:
+    def next(self, seconds: float) -> tuple[int, Message | LostPeer] | None:
         """The next request and who sent it; None where none came within `seconds`."""
         try:
             peer, message = self._arrived.get(timeout=seconds)
@@ -125,7 +125,7 @@ class Requests:
                 if answer is self._last:
                     return
         except RuntimeError as error:
-            self._arrived.put((peer, Gone(str(error).split("\n")[0])))
+            self._arrived.put((peer, LostPeer(str(error).split("\n")[0])))
 
 
 def asked(message: Message, peer: int, group: dist.ProcessGroup) -> Message:

@@ -29,7 +29,7 @@ POLL_SECONDS = 0.05
 class RankProcesses:
     """The processes of the ranks, the signal that asked them to end, and how they ended."""
 
-    def __init__(self, run_id: str, grace_seconds: float) -> None:
+    def __init__(self, run_id: str, grace_seconds: float, may_be_lost: int = 0) -> None:
         self.run_id = run_id
         self.grace_seconds = grace_seconds
         self.spared: int | None = None
@@ -39,8 +39,8 @@ class RankProcesses:
         self.ended_at_once = False
         self.expected: tuple[int, ...] = (0, TO_BE_CONTINUED)
         """The exit codes of ranks that have not failed."""
-        self.may_be_lost: frozenset[int] = frozenset()
-        """Ranks without which the others go on, where a signal killed them."""
+        self.may_be_lost = may_be_lost
+        """How many of the first ranks the others go on without, where a signal killed them."""
         self.status = 0
         """The exit status for the command."""
         self.verdict = ""
@@ -75,7 +75,7 @@ class RankProcesses:
         return all(code == 0 or self._is_lost(rank, code) for rank, code in codes.items())
 
     def _is_lost(self, rank: int, code: int | None) -> bool:
-        return rank in self.may_be_lost and code is not None and code < 0
+        return rank < self.may_be_lost and code is not None and code < 0
 
     def has_stopped(self) -> bool:
         """Whether a rank ended as it was asked to stop: by a signal to it alone, or the one that was passed on."""

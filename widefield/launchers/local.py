@@ -112,9 +112,8 @@ def start(
 ) -> int:
     """Run `widefield` with `arguments` on `ranks` ranks of this machine; returns the exit status for the command.
 
-    It is 0 where all ranks succeeded; else the exit code of the failed rank, or 128 + the signal that killed it, with one
-    sentence on stderr; TO_BE_CONTINUED where ranks that were asked to stop say so; 130 after Ctrl-C, and 128 + the signal where
-    the ranks ended of it.
+    It is 0 where all ranks succeeded; else the exit code of the failed rank, or 128 + the signal that killed it, and a sentence
+    on stderr; TO_BE_CONTINUED where ranks that were asked to stop say so; 130 after Ctrl-C, 128 + the signal they ended of.
     grace_seconds: how long the ranks may take to save after the first signal; a second one kills them at once.
     program: the command to run in place of `python -m widefield`.
     forked: the process to fork the ranks from, in place of starting Python for each.
@@ -125,10 +124,9 @@ def start(
     """
     run_id, again = forked.run_id if forked else new_run_id(), Again(ranks, arguments)
     command = program or [*python_of_ranks(), "-m", "widefield"]
-    group = RankProcesses(run_id, grace_seconds)
+    group = RankProcesses(run_id, grace_seconds, may_be_lost)
     with _signals_to(lambda number, frame: group.on_signal(number)):
         while True:
-            group.may_be_lost = frozenset(range(may_be_lost))
             began, told = time.time(), restarts.environment if restarts else {}
             _run(again, group, command, forked, told)
             if group.verdict:
@@ -139,7 +137,7 @@ def start(
             print(f"widefield: {restarts.told}", file=sys.stderr, flush=True)
             if found is None:
                 return group.status
-            before, again, group = group, found, RankProcesses(run_id, grace_seconds)
+            before, again, group = group, found, RankProcesses(run_id, grace_seconds, may_be_lost)
             if before.received is not None:  # a signal that came since the ranks have ended
                 return 128 + before.received if before.received == signal.SIGINT else TO_BE_CONTINUED
 
