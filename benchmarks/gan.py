@@ -1,6 +1,6 @@
 """Memory and time of a step of a pair of networks shaped as pix2pixHD's, on one pair of large images, in a stream.
 
-    python benchmarks/gan.py --size 8192 --memory 2600MiB --keep file --save
+    python benchmarks/gan.py --size 8192 --tiles 8 --keep file --save
     python benchmarks/gan.py --size 1024 --whole         without a stream, to compare
 
 Two steps in tiles in time; the largest resident memory of the process, imports and images included.
@@ -68,7 +68,7 @@ def measured(options: argparse.Namespace) -> dict:
     parts = assemble(config_of(options), Mesh(plan, World(), torch.device("cpu")))
     learner, reasons = learner_of(parts)
     print(*(reason for reason in reasons if "stream" in reason), sep="\n", flush=True)
-    batches = training_batches(parts, first=0, last=options.steps)
+    batches = training_batches(parts, first=0, last=options.steps, dummy_batch=learner.dummy_batch)
     seconds, losses = [], []
     for _ in range(options.steps):
         batch, began = next(batches), time.perf_counter()

@@ -47,7 +47,7 @@ def test_names_are_listed_by_kind_and_filter(capsys, words, some):
     ("words", "told"),
     [
         (["taks"], f"there are no 'taks' to list; did you mean 'tasks'? It can be: {', '.join(_KINDS)}"),
-        (["tasks", "segmentatio_"], "of the 8 tasks has 'segmentatio_' in its name; did you mean 'segmentation'?"),
+        (["tasks", "segmentatio_"], "of the 9 tasks has 'segmentatio_' in its name; did you mean 'segmentation'?"),
         (
             ["models", "torchvison/resnet"],
             "there is no library 'torchvison'; did you mean 'torchvision'? It can be: monai, smp,",

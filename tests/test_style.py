@@ -105,7 +105,7 @@ def rooms_without_a_noun(name: str, text: str) -> Iterator[str]:
 UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy", "torch.jit.load", "torch.hub")
 RUNS_TEXT = {
     "eval": (), "exec": (), "__import__": (), "os.system": (), "os.popen": (), "np.load": (),
-    "torch.load": ("models/_weights.py",),
+    "torch.load": ("tensor_files.py",),
     "yaml.load": ("section.py",), "yaml.unsafe_load": (), "yaml.full_load": (),
     "importlib.import_module": ("__init__.py", "naming.py", "own_code.py"),
 }  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
@@ -173,12 +174,17 @@ def _is_about_a_model(path: Path) -> bool:
     return True
 
 
+def _exported(model: nn.Module) -> nn.Module:
+    """The part of a model that is for use: all of it, or what it says by its attribute `exported`, as without a projector."""
+    return getattr(model, "exported", model)
+
+
 def _safetensors(parts: Parts, path: Path) -> None:
-    save_weights(path, parts.model.state_dict())
+    save_weights(path, _exported(parts.model).state_dict())
 
 
 def _state_dict(parts: Parts, path: Path) -> None:
-    torch.save({name: value.cpu() for name, value in parts.model.state_dict().items()}, path)
+    torch.save({name: value.cpu() for name, value in _exported(parts.model).state_dict().items()}, path)
 
 
 def _onnx(parts: Parts, path: Path) -> None:
@@ -192,7 +198,7 @@ def _onnx(parts: Parts, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.onnx warns about its own internals
         torch.onnx.export(
-            parts.model, (pair,), str(path), dynamo=True, dynamic_shapes=({0: batch},), input_names=["image"],
+            _exported(parts.model), (pair,), str(path), dynamo=True, dynamic_shapes=({0: batch},), input_names=["image"],
             output_names=["output"], external_data=False, verbose=False,
         )  # fmt: skip
 

@@ -14,21 +14,17 @@ from typing import Any, TypeVar
 
 from widefield import sharded_state
 from widefield.asynchrony import checks as server_checks
-from widefield.asynchrony.messages import server_failed
-from widefield.asynchrony.server import ServerTrainer
-from widefield.asynchrony.worker import work
+from widefield.asynchrony import ranks as server_ranks
 from widefield.comm.failure import FailureWatch
 from widefield.comm.fingerprints import why_not_compared
 from widefield.comm.mesh import AgreedError, Mesh, World, join, leave
-from widefield.comm.replica_mesh import alone_on
-from widefield.comm.requests import Requests, asked
 from widefield.comm.stall_watch import StallWatch
 from widefield.comm.timeline import Timeline
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
 from widefield.launchers._restarting import may_change_ranks, restart_in_words
 from widefield.parallel.parallelize import fallbacks
-from widefield.plans import Plan, check, plan_of, refit, to_text
+from widefield.plans import check, plan_of, refit, to_text
 from widefield.quantity import count_of
 from widefield.refusal import TO_BE_CONTINUED
 from widefield.streaming import progress
@@ -79,7 +75,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_if_known)
     check_guard(config)
     if plan.has_server:
-        return _train_with_server(config, folder, world, plan)
+        return server_ranks.train(config, folder, world, plan, run=_train, timeout_seconds=_longest_wait(config))
     try:
         with ExitStack() as stack:
             # A signal until then ends this rank at once, as there is nothing to save.
@@ -93,27 +89,6 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
         if world.size > 1:
             raise
         raise FullMemoryError("\n".join([str(error), *_priced(config, 1, given)])) from error
-
-
-def _train_with_server(config: RunConfig, folder: Path, world: World, plan: Plan) -> Outcome:
-    """The last rank serves the weights, and its run is one of a single rank; the others are its workers."""
-    config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})  # nothing is read ahead
-    with ExitStack() as stack:
-        mesh, serves = join(world, plan, timeout_seconds=_longest_wait(config)), world.rank == plan.workers
-        group = mesh.checkpoint_group
-        assert group is not None, "a server and a worker are two ranks"
-        interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=serves))
-        stack.callback(leave, mesh)
-        alone = alone_on(mesh)
-        if not serves:
-            ask = partial(asked, peer=plan.workers, group=group)
-            return work(config, alone, ask, folder, number=world.rank, workers=plan.workers)
-        requests = Requests(range(plan.workers), group)
-        stack.callback(requests.close, server_failed(), seconds=1.0)
-        trainer = partial(ServerTrainer, requests=requests, workers=plan.workers)
-        with FailureWatch(alone) as watch:
-            why = [server_checks.server_in_words(plan)]
-            return _train(config, folder, replace(alone, watch=watch), interrupt, stack, NOTHING, why, trainer)
 
 
 def _refitted(config: RunConfig, folder: Path, world: World) -> tuple[RunConfig, list[str]]:
@@ -173,12 +148,7 @@ def _train(
         chosen = [] if planned is None else [f"mesh.auto: {text}" for text in planned.reasons]
         why = [*why_mesh, *chosen, *why_batch, *parts.reasons, *reasons, *_unwatched(mesh, config)]
         _begin(record, parts, learner, why, {} if planned is None else planned.prediction, last=last)
-        if (restarted := restart_in_words(os.environ)) is not None:
-            record.warning(restarted)
-        for line in changed:
-            record.warning(f"the config has changed since this run began: {line}")
-        if found is not None:
-            _say_resumed(record, learner, found, has_random=own is not None)
+        _say_how_it_goes_on(record, learner, found, changed, has_random=own is not None)
         return record
 
     record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
@@ -204,16 +174,6 @@ def _priced(config: RunConfig, ranks: int, given: Given) -> list[str]:
 
 def _batches_from(parts: Parts, learner: Learner, last: int, step: int) -> Iterator[Batch]:
     return training_batches(parts, first=step, last=last, dummy_batch=learner.dummy_batch)
-
-
-def _say_resumed(record: Record, learner: Learner, found: Found, *, has_random: bool) -> None:
-    mesh = learner.mesh
-    record.say(f"resumed from {found.folder} at step {learner.step}{_moved_in_words(found, mesh, has_random=has_random)}")
-    if learner.replicas is not None and learner.replicas.begin_anew:
-        record.warning(
-            f"{found.folder} is of others, so these {mesh.plan.replicate} replicas begin from the mean of those and with an outer "
-            "momentum of 0"
-        )
 
 
 def _moved_in_words(found: Found, mesh: Mesh, *, has_random: bool) -> str:
@@ -359,6 +319,23 @@ def _check_sizes(parts: Parts) -> None:
     if samples < copies:
         raise AgreedError(
             f"{copies} ranks are more than the {samples} training images; use at most mesh.replicate={samples}, or more images"
+        )
+
+
+def _say_how_it_goes_on(record: Record, learner: Learner, found: Found | None, changed: list[str], *, has_random: bool) -> None:
+    """Say what is other than at the beginning of the run.  changed: lines of the config."""
+    if (restarted := restart_in_words(os.environ)) is not None:
+        record.warning(restarted)
+    for line in changed:
+        record.warning(f"the config has changed since this run began: {line}")
+    if found is None:
+        return
+    moved = _moved_in_words(found, learner.mesh, has_random=has_random)
+    record.say(f"resumed from {found.folder} at step {learner.step}{moved}")
+    if learner.replicas is not None and learner.replicas.begin_anew:
+        record.warning(
+            f"{found.folder} is of others, so these {learner.mesh.plan.replicate} replicas begin from the mean of those and "
+            "with an outer momentum of 0"
         )
 
 

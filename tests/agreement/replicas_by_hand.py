@@ -14,6 +14,7 @@ from widefield.data.order import Key, order_of, share_of
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.plans import Plan
 from widefield.training.assemble import assemble, learner_of
+from widefield.training.gossip_replicas import graph_of
 
 Weights = dict[str, Tensor]
 
@@ -40,6 +41,7 @@ class ByHand:
         self.optimizers = [self._optimizer(model) for model in self.models]
         self.counts = [0] * self.replicas
         self.agreed, self.outer = self.weights(0), Weights()
+        self.values, self.masses = [self._floating(number) for number in range(self.replicas)], [1.0] * self.replicas
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         one, own = self.learner.optimizer, dict(model.named_parameters())
@@ -87,7 +89,31 @@ class ByHand:
                 self.counts[number] += count
         self.losses.append(total / len(steps.positions(step)))
 
+    def _floating(self, number: int) -> Weights:
+        state = self.models[number].state_dict()
+        return {name: one.clone() for name, one in state.items() if one.is_floating_point()}
+
+    def _gossip(self, step: int) -> None:
+        """value_i = sum_j W[i, j] (value_j + step of j); mass_i = sum_j W[i, j] mass_j; weights = value / mass."""
+        asked, everyone = self.config.agreement, range(self.replicas)
+        matrix = graph_of(asked, self.replicas).matrix_at(step - 1)
+        if asked.global_period and step % asked.global_period == 0:
+            matrix = torch.full((self.replicas, self.replicas), 1 / self.replicas, dtype=torch.float64)
+        new = [self._floating(number) for number in everyone]
+        moved = [dict(one) for one in self.values]
+        for j in everyone:
+            for name, one in new[j].items():
+                moved[j][name] = self.values[j][name] + one - self.values[j][name] / self.masses[j]
+        self.values = [{name: sum(matrix[i, j] * moved[j][name] for j in everyone) for name in new[0]} for i in everyone]
+        self.masses = (matrix @ torch.tensor(self.masses, dtype=torch.float64)).tolist()
+        for i in everyone:
+            weights = {name: one / self.masses[i] for name, one in self.values[i].items()}
+            self.models[i].load_state_dict(weights, strict=False)
+
     def _agree(self, step: int) -> None:
+        if self.config.agreement.name == "gossip":
+            self._gossip(step)
+            return
         asked, since = self.config.agreement, step - self.config.agreement.start
         if since <= 0 or since % asked.period == 0:
             self._agree_of_all(lr=self.learner.lr_now() if since > 0 and asked.name in ("slowmo", "diloco") else None)
@@ -132,6 +158,9 @@ class ByHand:
 
     def consensus(self) -> Weights:
         """What would be evaluated and exported now."""
+        if self.config.agreement.name == "gossip":
+            total = sum(self.masses)
+            return {name: sum(one[name] for one in self.values) / total for name in self.values[0]}
         return self._mean(range(self.replicas)) if any(self.counts) else self._mean_of_equals()
 
     def _mean_of_equals(self) -> Weights:

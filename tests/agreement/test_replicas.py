@@ -24,7 +24,6 @@ from widefield.parallel.parallelize import parallelize
 from widefield.planner.emulation.step import emulated_step
 from widefield.plans import Plan, from_text, plan_of, to_text
 from widefield.plans import check as check_plan
-from widefield.plans.replicas import check_replicas as check_replicas_of
 from widefield.plans.replicas import check_steps_together
 from widefield.run import train
 from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
@@ -32,7 +31,7 @@ from widefield.training.checkpoint import read
 from widefield.training.checkpoint_directory import name_of, sound_at
 from widefield.training.guard import Guard
 from widefield.training.loop import Learner
-from widefield.training.replicas import check_replicas
+from widefield.training.replica_kinds import check_replicas
 from widefield.verification.training import compare_training
 
 SMALL = [
@@ -155,6 +154,35 @@ def test_groups_average_more_often_than_all():
     assert [(step, replicas) for step, replicas, _ in found[0]["told"]] == [(1, 2), (2, 2), (3, 2), (4, 4), (5, 2)]
 
 
+GOSSIP = {
+    "ring": ["agreement={name: gossip, graph: ring}"],
+    "one peer": ["agreement=gossip", "optimizer={name: adamw, lr: 0.01}", "ema.decay=0.5"],
+    "and all": ["agreement={name: gossip, global_period: 2}"],
+    "edges": ["agreement={name: gossip, edges: [[0,1],[1,2],[2,3],[3,0],[0,2]]}"],
+}
+
+
+def trained_by_gossip(mesh):
+    found = {}
+    for name, settings in GOSSIP.items():
+        one = join(mesh.world, plan_of(config_of(settings), mesh.size))
+        found[name] = trained(one, settings)
+        leave(one)
+    return found
+
+
+def test_replicas_that_mix_with_a_few_have_the_numbers_of_plain_models_mixed_by_hand():
+    found = on_ranks(4, trained_by_gossip)
+    for name, settings in GOSSIP.items():
+        hand = ByHand(config_of(settings), 4).train(STEPS)
+        check([one[name] for one in found], hand, each=1)
+        if not hand.config.ema:
+            for key, value in hand.consensus().items():
+                torch.testing.assert_close(found[1][name]["mean"][key], value, rtol=1e-12, atol=1e-12)
+        assert (max(hand.masses) - min(hand.masses) > 0.1) == (name == "edges")
+        assert [(step, size) for step, size, _ in found[0][name]["told"]] == [(STEPS, 4)] and found[0][name]["told"][0][2] > 0
+
+
 def test_a_replica_without_a_sample_leaves_out_the_step():
     settings = [*AGREEMENTS["diloco"], "data.batch_size=359"]  # the fifth step has one sample
     found = on_ranks(2, trained, settings, plan=plan_of(config_of(settings), 2))
@@ -220,6 +248,8 @@ def test_networks_that_learn_by_turns_are_averaged_together():
         (["gradient.compression=fp16"], "local_sgd sends weights; set gradient.compression=none"),
         (["batch_norm_group=2"], "set batch_norm_group=1"),
         (["agreement={name: hierarchical, period: 4, groups: [[2, 3]]}"], "groups of 3 copies, into which mesh.replicate=4"),
+        (["agreement={name: gossip, edges: [[0, 4]]}"], r"has \[0, 4\] and copies are 0 to 3"),
+        (["agreement={name: gossip, edges: [[0, 1], [1, 2], [2, 0], [0, 3]]}"], "lead from copy 3 to 1 of 4 copies and never"),
     ],
 )
 def test_plans_whose_replicas_could_not_go_their_own_ways_are_refused(settings, words):
@@ -228,10 +258,15 @@ def test_plans_whose_replicas_could_not_go_their_own_ways_are_refused(settings, 
         check_plan(plan_of(config, 4), ranks=4)
 
 
+def test_a_hypercube_of_three_is_refused():
+    with pytest.raises(ValueError, match="a power of two of copies and mesh.replicate=3"):
+        check_plan(plan_of(config_of(["agreement={name: gossip, graph: hypercube}"]), 3), ranks=3)
+
+
 def test_replicas_in_one_process_are_refused():
     plan = Plan(replicate=2, agreement="local_sgd", batch_norm="averaged", data_strategy="data_parallel")
     with pytest.raises(ValueError, match="has them in one process; set mesh.data_strategy=data"):
-        check_replicas_of(plan)
+        check_plan(plan, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +292,10 @@ def test_recipes_that_need_replicas_in_step_are_refused(settings, scales, words)
         ("{name: hierarchical, groups: [[8, 2]]}", "a period below 8"),
         ("{name: hierarchical, groups: [[2, 1]]}", "2 copies or more"),
         ("{name: gossipy}", "agreement.name"),
+        ("{name: gossip, period: 2}", "period is an option of"),
+        ("{name: gossip, graph: ring, edges: [[0, 1], [1, 0]]}", "both say whom a copy hears"),
+        ("{name: gossip, edges: [[1, 1]]}", r"edges has \[1, 1\]; write"),
+        ("{name: local_sgd, graph: ring}", "graph is an option of gossip"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(section, words):
@@ -300,6 +339,7 @@ ONE = {
     "DiLoCo at rate 1 without momentum": ["agreement={name: diloco, period: 1, outer_rate: 1.0, outer_momentum: 0.0}"],
     "SlowMo of period 1 without momentum": ["agreement={name: slowmo, period: 1, outer_momentum: 0.0}"],
     "post-local SGD before its start": ["agreement={name: post_local_sgd, period: 4, start: 9}"],
+    "gossip on the complete graph": ["agreement={name: gossip, graph: complete}"],
 }
 
 

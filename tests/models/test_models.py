@@ -144,7 +144,11 @@ def test_a_users_callable_is_given_the_sizes_it_asks_for(own):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("resnt", "models/ has no resnt.py; did you mean 'resnet'? It has: fcos, gan, resnet, restorer, retinanet, unet."),
+        (
+            "resnt",
+            "models/ has no resnt.py; did you mean 'resnet'? It has: fcos, gan, resnet, restorer, retinanet, self_supervised, "
+            "unet.",
+        ),
         ("torchvison/resnet18", "did you mean 'torchvision'? The part before / can be: monai, smp, timm, torchvision"),
         ("torchvision/resnet19", "torchvision has no model 'resnet19'; did you mean 'resnet1"),
         ("timm/resnet19", "timm has no model 'resnet19'; did you mean 'resnet1"),

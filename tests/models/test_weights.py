@@ -9,7 +9,8 @@ from torch import nn
 
 from widefield.config import ModelConfig
 from widefield.models import load_weights_file
-from widefield.models._weights import read_tensors, renamed
+from widefield.models._weights import renamed
+from widefield.tensor_files import read_tensors
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@ from command import DIGITS, losses, run
 from ranks import on_ranks
 from torch import nn
 
+from widefield.config import AgreementConfig
 from widefield.parallel.parallelize import parallelize, reasons
 from widefield.parallel.strategies._adasum import adasum
 from widefield.plans import Plan, check
@@ -64,7 +65,7 @@ def net() -> nn.Module:
 )
 def test_adasum_refuses_what_it_cannot_combine(plan, error, words):
     with pytest.raises(error, match=words):
-        check(plan.model_copy(update={"agreement": "adasum"}), ranks=plan.ranks)
+        check(plan.model_copy(update={"agreement": AgreementConfig(name="adasum")}), ranks=plan.ranks)
 
 
 # ---------------------------------------------------------------------------------------------- groups of BatchNorm

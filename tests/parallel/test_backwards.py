@@ -441,7 +441,9 @@ FIRST = [(PLANS[0], True), (PLANS[2], False), (PLANS[6], False)]
 
 
 @pytest.mark.parametrize(
-    ("plan", "rehearsed"), few([(plan, rehearsed) for plan in PLANS for rehearsed in (False, True)], *FIRST), ids=str
+    ("plan", "rehearsed"),
+    few([(plan, rehearsed) for plan in PLANS for rehearsed in (False, True)], *FIRST, is_sweep=True),
+    ids=str,
 )
 def test_gradients_are_one_devices_whatever_the_backward(plan, rehearsed):
     wrong = on_ranks(plan.ranks, every_program, programs_for(plan), rehearsed, plan=plan)[0]

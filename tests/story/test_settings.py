@@ -62,7 +62,7 @@ SETTINGS = {
 FIRST = ("ema", "lamb")
 
 
-@pytest.mark.parametrize("name", few(SETTINGS, *FIRST))
+@pytest.mark.parametrize("name", few(SETTINGS, *FIRST, then=["float16", "accumulate", "clip"], is_sweep=True))
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     settings = SETTINGS[name]
     if name == "compile":

@@ -111,7 +111,7 @@ def test_tiles_that_fit_a_budget_are_chosen_and_told(tmp_path, whole):
     assert int(rows) * int(columns) > 1 and 1 < float(mib) <= 4.0
 
 
-@pytest.mark.parametrize("keep", few(["host", "file"], "host"))
+@pytest.mark.parametrize("keep", few(["host", "file"], "host", is_sweep=True))
 def test_what_is_kept_may_lie_elsewhere(tmp_path, whole, keep):
     assert_same(trained(tmp_path / "run", *TILES, f"stream.keep={keep}", *OFTEN), whole)
 
@@ -160,7 +160,7 @@ LAYOUTS = {"rows": ["mesh.space=[2, 1]"], "copies": ["mesh.replicate=2"],
            "shared weights": ["mesh.shard=2", "mesh.replicate=1"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, "copies"))
+@pytest.mark.parametrize("name", few(LAYOUTS, "copies", is_sweep=True))
 def test_each_rank_streams_what_it_holds(tmp_path, whole, name):
     """Of each page its half, of the batch its page; statistics are of all."""
     assert_same(trained(tmp_path / "run", *TILES, *LAYOUTS[name], *OFTEN, ranks=4 if " of " in name else 2), whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,11 +25,13 @@ from streaming.both import (
     ran,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from widefield.streaming.api import stream
+from widefield.streaming.storage.offload_buffer import OffloadBuffer
 from widefield.streaming.storage.windowed_image import from_reader
 
 # ---------------------------------------------------------------------------------------------- draws
@@ -92,6 +95,63 @@ def test_gradients_of_two_calls_add_up():
         for scale in (1, 2):
             module(image(*SHAPE) * scale).pow(2).mean().backward()
     assert_close(gradients(streamed), gradients(plain))
+
+
+def is_held(tensor: Tensor) -> Callable[[], bool]:
+    """Says whether anything refers to the memory of a tensor, which it does not keep itself."""
+    storage = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not storage.expired()
+
+
+def test_a_stream_holds_no_result_that_its_backward_does_not_read_and_after_that_nothing():
+    """Autograd's graph refers to the stream for as long as the caller has the loss."""
+    streamed = made(net, tiles=(2, 2))
+    given = IMAGE.clone()
+    out = streamed(given)
+    loss, holds_input, holds_result = out.sum(), is_held(given), is_held(out)
+    del given, out
+    assert holds_input() and not holds_result()
+    loss.backward()
+    assert not holds_input()
+
+
+def test_the_gradient_that_comes_for_a_result_is_neither_copied_nor_changed():
+    """One result is read by a later segment, so more is added to its gradient: to a copy."""
+    plain, streamed = both(lambda: Doing(_two_results, a=conv(), b=nn.BatchNorm2d(4), c=nn.Conv2d(4, 2, 3)))
+    for module in (plain, streamed):
+        outs = module(IMAGE)
+        given = [image(*out.shape, seed=seed) for seed, out in enumerate(outs)]
+        torch.autograd.backward(outs, given)
+        assert all(torch.equal(grad, image(*grad.shape, seed=seed)) for seed, grad in enumerate(given))
+    assert_close(gradients(streamed), gradients(plain))
+
+    only = made(conv, tiles=(3, 3))
+    out = only(IMAGE)
+    with mock.patch.object(OffloadBuffer, "_allocate", side_effect=AssertionError("a buffer is made for the gradient")):
+        out.backward(torch.ones_like(out))
+
+
+def test_forwards_before_a_backward_share_what_fits_on_the_device():
+    """The second one's tensors find no room; the backwards give it back, and a forward that is dropped does too."""
+    plain, streamed = made(net), stream(made(net), tiles=(2, 2), memory="1MiB", keep="file")
+    streamed(IMAGE)
+    (program,) = streamed._stream.known.values()
+    most = program.room.bytes
+    assert most > program.program.kept_bytes > 0
+    program.room.bytes = program.program.kept_bytes
+    for module in (plain, streamed):
+        torch.manual_seed(1)
+        first = module(IMAGE)
+        assert module is plain or program.room.bytes == first.nbytes, "a result takes no room, being the caller's"
+        (first.sum() + module(IMAGE).pow(2).sum()).backward()
+    assert_close(gradients(streamed), gradients(plain))
+    streamed(IMAGE)
+    assert program.room.bytes == program.program.kept_bytes
+
+
+def _two_results(self, x):
+    y = self.a(x)
+    return y, self.c(self.b(y))
 
 
 @on_gpu_too

@@ -86,7 +86,10 @@ def found_with(mesh: Mesh, settings: list[str]) -> tuple[int, list[str]]:
     return found(mesh, *settings)
 
 
-@pytest.mark.parametrize(("name", "batch"), few([("copies", 32), ("tiles", 32), ("zero3", 32), ("stage", 16)], ("copies", 32)))
+FEWER = few([("copies", 32), ("tiles", 32), ("zero3", 32), ("stage", 16)], ("copies", 32), is_sweep=True)
+
+
+@pytest.mark.parametrize(("name", "batch"), FEWER)
 def test_the_rank_that_needs_most_decides_for_all(name, batch):
     """Of rank 1: 1000 + 200 x 16 images, or tiles of 32, of 5000."""
     answers = on_ranks(2, found_with, PLANS[name], plan=plan_of(read_config(str(DIGITS), PLANS[name]), 2))
@@ -193,7 +196,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("name", few(PLANS, "copies", then=["hybrid"], is_sweep=True))
-@pytest.mark.parametrize("full", few([1, 0], 1))
+@pytest.mark.parametrize("full", few([1, 0], 1, is_sweep=True))
 def test_one_rank_without_memory_ends_the_search_of_all_and_the_run_goes_on(name, full):
     ranks = RANKS.get(name, 2)
     plan = plan_of(read_config(str(DIGITS), PLANS[name]), ranks)

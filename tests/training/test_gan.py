@@ -9,6 +9,7 @@ import torch
 from devices import on_gpu_too
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from widefield.comm.mesh import Mesh, World
@@ -18,6 +19,7 @@ from widefield.plans import Plan
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.evaluation import Evaluation
 from widefield.training.guard import NonFiniteLossError
+from widefield.training.turns import Turn
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -126,6 +128,24 @@ def test_modules_with_statistics_of_the_batch_penalties_averages_and_several_pas
     wanted = RECIPE.alone(3, *asked)
     for found in on_ranks(plan.ranks, RECIPE.numbers, 3, *asked, plan=plan):
         assert found == pytest.approx(wanted, rel=1e-8)
+
+
+def test_a_turn_holds_no_target_that_its_backward_does_not_read():
+    """Of 8,192 pixels a side it has 0.75 GiB.  Without a reconstruction loss the generator's loss has none of it."""
+    plan, asked = Plan(stream=StreamConfig(tiles=[2, 2])), ["task.options.reconstruction=0", "task.options.feature_matching=0"]
+    parts = assemble(RECIPE.config(*asked), Mesh(plan, World(), CPU))
+    learner, _ = learner_of(parts)
+    prepare, targets = learner.prepare, []
+
+    def noting(batch):
+        image, target = prepare(batch)
+        targets.append(StorageWeakRef(target.untyped_storage()))
+        return image, target
+
+    learner.prepare = noting
+    batch = next(training_batches(parts, first=0, last=1))
+    loss, count = learner._loss_of_turn(Turn("generator", (), 0, learner.scaler_of("generator")), batch)
+    assert loss.requires_grad and count == 2 and targets[0].expired()
 
 
 # ---------------------------------------------------------------------------------------------- losses that are not finite

@@ -110,7 +110,7 @@ def test_a_step_of_several_ranks_is_the_same_on_one_but_for_rounding(tmp_path):
 def test_the_module_and_the_image_that_made_it_are_named(tmp_path):
     sys.modules[__name__] = sys.modules.get(__name__) or sys.modules["test_replay"]
     settings = [f"model.name={__name__}:Fragile", "model.options={}", "data.augment=[]", "optimizer.lr=1e-6"]
-    real, bright = Learner._on_tiles, []
+    real, bright = Learner.prepared, []
 
     def brighten(self, batch):
         image, target = real(self, batch)
@@ -119,13 +119,13 @@ def test_the_module_and_the_image_that_made_it_are_named(tmp_path):
             bright.append(int(batch.index[7]))
         return image, target
 
-    Learner._on_tiles = brighten
+    Learner.prepared = brighten
     try:
         with pytest.raises(ValueError, match="the loss of step 5 is (nan|inf)"):
             ran(None, tmp_path / "run", settings)
         found = wf.replay(tmp_path / "run", 5, trust=True)
     finally:
-        Learner._on_tiles = real
+        Learner.prepared = real
     (line,) = record(tmp_path / "run", "guard")
     assert (found.batch, line["batch"]) == ("guard/step_00000005",) * 2 and found.run_again == 1
     assert not math.isfinite(found.loss)

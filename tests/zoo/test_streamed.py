@@ -90,23 +90,23 @@ def test_a_whole_model_is_exact_tile_after_tile(name):
     check(name, (2,) * len(TRAINED[name]))
 
 
-@pytest.mark.parametrize("name", few(MANY, "widefield/unet group"))
+@pytest.mark.parametrize("name", few(MANY, "widefield/unet group", is_sweep=True))
 def test_many_tiles_are_exact(name):
     check(name, (3, 5))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", few(MANY_OF_VOLUMES, "monai/DynUNet 3-D"))
+@pytest.mark.parametrize("name", few(MANY_OF_VOLUMES, "monai/DynUNet 3-D", is_sweep=True))
 def test_many_tiles_of_a_volume_are_exact(name):
     check(name, MANY_OF_VOLUMES[name])
 
 
-@pytest.mark.parametrize("name", few(ONE_BY_ONE, "widefield/unet batch"))
+@pytest.mark.parametrize("name", few(ONE_BY_ONE, "widefield/unet batch", is_sweep=True))
 def test_an_image_alone_is_exact(name):
     check(name, (2, 2), batch=1)
 
 
-@pytest.mark.parametrize("name", few(EVALUATED, "timm/vit_tiny"))
+@pytest.mark.parametrize("name", few(EVALUATED, "timm/vit_tiny", is_sweep=True))
 def test_evaluation_is_exact(name):
     check(name, (3,) * len(TRAINED[name]), train=False)
 
@@ -136,7 +136,7 @@ def test_no_layer_of_a_convolutional_net_runs_on_the_whole_image(name):
     assert whole == []
 
 
-@pytest.mark.parametrize("name", few(IN_ONE_PASS, "widefield/unet batch"))
+@pytest.mark.parametrize("name", few(IN_ONE_PASS, "widefield/unet batch", is_sweep=True))
 def test_evaluation_without_sums_over_the_image_need_keep_its_outputs_alone(name):
     program = planned(name, train=False)
     (image,) = program.graph.inputs

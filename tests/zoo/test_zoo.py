@@ -75,17 +75,17 @@ def test_few_models_refuse():
     assert sum(model.refuses is not None for model in MODELS.values()) <= AT_MOST_REFUSED
 
 
-@pytest.mark.parametrize("name", few(BY_TWO + VOLUMES_BY_TWO, "widefield/unet batch"))
+@pytest.mark.parametrize("name", few(BY_TWO + VOLUMES_BY_TWO, "widefield/unet batch", is_sweep=True))
 def test_tiles_two_by_two_are_exact(name):
     check(name, 2, 2)
 
 
-@pytest.mark.parametrize("name", few(IN_THREE, "monai/AttentionUnet"))
+@pytest.mark.parametrize("name", few(IN_THREE, "monai/AttentionUnet", is_sweep=True))
 def test_three_tiles_are_exact(name):
     check(name, 3)
 
 
-@pytest.mark.parametrize("name", few(UNEVEN, "monai/UNet 3-D"))
+@pytest.mark.parametrize("name", few(UNEVEN, "monai/UNet 3-D", is_sweep=True))
 def test_uneven_tiles_are_exact(name):
     check(name, 2, cuts=UNEVEN[name])
 

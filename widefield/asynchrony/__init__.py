@@ -15,4 +15,5 @@ from the samples of so many whole steps, and from no others.  So a checkpoint is
     weights     the server's updates
     server      the trainer of the server's rank
     worker      the loop of all other ranks
+    ranks       who does which
 """

@@ -7,9 +7,12 @@ shares with the mesh of all ranks those groups that lie within a replica anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from widefield.comm import process_groups
 from widefield.comm.mesh import Mesh, World
@@ -52,6 +55,24 @@ class Peers:
 
     size: int
     group: dist.ProcessGroup | None
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """All-reduce: the sum of `tensor` over the peers, in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def exchanged(self, own: Tensor, *, hears: Sequence[int], hearers: Sequence[int]) -> list[Tensor]:
+        """What the peers `hears` sent, each like `own`, which is sent to `hearers`.  Both: places in the group, from 0."""
+        if self.group is None:
+            return []
+        heard = [torch.empty_like(own) for _ in hears]
+        messages = [dist.P2POp(dist.isend, own, group=self.group, group_peer=one) for one in hearers]
+        for place, one in zip(hears, heard, strict=True):
+            messages.append(dist.P2POp(dist.irecv, one, group=self.group, group_peer=place))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+        return heard
 
 
 def peers_of(mesh: Mesh, size: int) -> Peers:

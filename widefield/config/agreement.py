@@ -9,7 +9,10 @@ from pydantic import Field, model_validator
 from widefield.config.field_types import Positive
 from widefield.section import Section
 
-AgreementName = Literal["mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco", "server"]
+AgreementName = Literal[
+    "mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco", "gossip", "server"
+]  # fmt: skip
+GraphName = Literal["ring", "complete", "exponential", "one_peer_exponential", "bipartite", "hypercube"]
 ServerKind = Literal["synchronous", "asynchronous", "bounded_staleness", "delay_compensated"]
 PERIODIC = ("local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco")
 """Those under which copies train by themselves and average their weights now and then."""
@@ -20,6 +23,9 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "outer_rate": ("slowmo", "diloco"),
     "outer_momentum": ("slowmo", "diloco"),
     "keeps_state": PERIODIC,
+    "graph": ("gossip",),
+    "edges": ("gossip",),
+    "global_period": ("gossip",),
     "servers": ("server",),
     "kind": ("server",),
     "bound": ("server",),
@@ -36,8 +42,8 @@ class AgreementConfig(Section):
     """mean: of the gradients, in every step; the only one that gives one device's numbers.  adasum: of the gradients, by
     arXiv:2006.02924; needs a power of two of copies.  The others average weights: local_sgd every `period` steps;
     post_local_sgd every step at first; hierarchical in groups more often; slowmo with momentum over the averages; diloco with
-    an outer optimizer (Nesterov) over them.  server: the last rank holds the weights, and the others fetch them and push
-    gradients."""
+    an outer optimizer (Nesterov) over them; gossip with a few others after every step, and with all never.  server: the last
+    rank holds the weights, and the others fetch them and push gradients."""
     period: Positive = 8
     """Steps between averages of the weights of all copies."""
     start: Annotated[int, Field(ge=0)] = 0
@@ -51,6 +57,14 @@ class AgreementConfig(Section):
     keeps_state: bool = True
     """Keep the state of each copy's optimizer over an average of all; false begins it anew."""
 
+    graph: GraphName = "one_peer_exponential"
+    """Of gossip: whom a copy hears.  ring: its two neighbours.  exponential: those 1, 2, 4, ... places before it;
+    one_peer_exponential: one of these by turns.  bipartite: all odd ones hear all even ones.  hypercube: those whose numbers
+    differ in one bit.  complete: all."""
+    edges: list[list[int]] = []
+    """Of gossip, in place of graph: pairs `[sender, hearer]` of copies, one way each, whose mean push-sum finds."""
+    global_period: Positive | None = None
+    """Of gossip: so many steps after which all average in place of a mix; null: never."""
     servers: Positive = 1
     """Of server: how many of the last ranks hold weights; 1 is what there is."""
     kind: ServerKind = "asynchronous"
@@ -79,6 +93,11 @@ class AgreementConfig(Section):
             raise ValueError("post_local_sgd without start is local_sgd; set start to the steps that all take together")
         if (self.name == "hierarchical") != bool(self.groups):
             raise ValueError("hierarchical needs groups, as groups=[[2,4]]: four neighbours average every 2 steps")
+        if self.edges and self.graph != type(self).model_fields["graph"].default:
+            raise ValueError(f"edges and graph={self.graph} both say whom a copy hears; leave one out")
+        bad = [pair for pair in self.edges if len(pair) != 2 or pair[0] == pair[1]]
+        if bad:
+            raise ValueError(f"edges has {bad[0]}; write [sender, hearer], two copies by their numbers from 0")
         for pair in self.groups:
             if len(pair) != 2 or not (pair[0] < self.period and pair[1] > 1):
                 raise ValueError(
@@ -113,7 +132,13 @@ class AgreementConfig(Section):
         """Whether the last rank holds the weights and the others are its workers."""
         return self.name == "server"
 
+    def __str__(self) -> str:
+        """As `local_sgd every 8 steps`, `gossip on a ring`, `mean`."""
+        if self.name == "gossip":
+            return f"gossip on {'edges of its own' if self.edges else f'the graph {self.graph}'}"
+        return f"{self.name} every {self.period} steps" if self.name in PERIODIC else self.name
+
     @property
-    def is_periodic(self) -> bool:
-        """Whether copies train by themselves between averages of their weights."""
-        return self.name in PERIODIC
+    def steps_apart(self) -> bool:
+        """Whether copies take steps of their own, and agree on weights and not on gradients."""
+        return self.name in PERIODIC or self.name == "gossip"

@@ -26,13 +26,14 @@ def _numbers(value: Any) -> Iterator[float]:
             yield one
 
 
-Labels = Literal["class", "classes", "values", "pixels", "layers", "image", "boxes"]
+Labels = Literal["class", "classes", "values", "pixels", "layers", "image", "boxes", "views"]
 """What a sample's target is, and a task learns.
 
 class: an int.  classes: (K,) uint8 of 0 and 1, of several classes at a time.  values: (K,) float32, of a regression.
 pixels: (H, W) class numbers, uint8 or int64.  layers: (K, H, W) uint8 of 0 and 1, of pixels with several classes at a time.
 image: (K, s H, s W) of the image's own dtype, another image, s times as large along each dim.
 boxes: (N, 7) float64, the boxes of objects and their classes, see widefield/detection/targets.py.
+views: of tasks alone, which look at no target but at two views of each image.
 Of volumes (D, H, W), (K, D, H, W) and (K, s D, s H, s W).
 """
 Options = Annotated[dict[str, Any], AfterValidator(_finite)]

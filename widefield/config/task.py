@@ -15,7 +15,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class TaskConfig(Section):
     name: str = "classification"
     """A file in widefield/tasks/ (`classification`, `multilabel`, `regression`, `segmentation`, `multilabel_segmentation`,
-    `restoration`, `gan`, `detection`), or `package.module:callable`."""
+    `restoration`, `gan`, `detection`, `self_supervised`), or `package.module:callable`."""
     options: Options = {}
     """Arguments of the task: for classification `label_smoothing: 0.1`, for segmentation `ignore_index: 255`, for restoration
     `scale: 2`."""

@@ -37,6 +37,8 @@ class Preparation:
     """Of the dataset's images, whose limits `intensity` may refer to; None: that of the batch's images."""
     intensity: Intensity = Intensity()
     dims: int = 2
+    views: int = 1
+    """How many views of each image are joined by their channels."""
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images (B, C, *pixels) of `dtype`, and targets.
@@ -47,10 +49,11 @@ class Preparation:
         boxes: (B, 1 + most, 7) float64, in pixels of the whole images, see widefield/detection/targets.py.
         """
         image = batch.image.to(self.device, non_blocking=True)
-        target = self._target(batch.target.to(self.device, non_blocking=True))
         if self.augment.steps:
             image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
-        image = self.scaled(image, batch.moments)
+        views = [self.scaled(view, batch.moments) for view in image.chunk(self.views, 1)]
+        image = views[0] if self.views == 1 else torch.cat(views, 1)
+        target = self._target(batch.target.to(self.device, non_blocking=True))  # after what scaling the image takes
         if batch.partner is not None:
             image, target = self._mixed(image, target, batch)
         return image.contiguous(memory_format=self.format_of(image)), target
@@ -66,9 +69,9 @@ class Preparation:
             return target
         if self.labels == "image":
             low, high = self.range_of(target.dtype)
-            target = target.to(self.dtype)
-            target = target if self.intensity.clip is None else target.clamp(low, high)
-            return (target - low) / (high - low)
+            target = target.to(self.dtype, copy=True)
+            target = target if self.intensity.clip is None else target.clamp_(low, high)
+            return target.sub_(low).div_(high - low)
         return target.to(self.dtype) if self.labels in ("classes", "values") else target.long()
 
     def range_of(self, dtype: torch.dtype) -> tuple[float, float]:

@@ -73,6 +73,8 @@ class SampleReader(Dataset):
     """Of targets that are images, how many of their pixels an image's pixel is along each dim; None of other targets."""
     visible: float | None = None
     """Of targets that are boxes, see `moved_rows`; None of other targets."""
+    views: int = 1
+    """How often each image is drawn, with transforms of its own; the views are joined by their channels."""
 
     def __post_init__(self) -> None:
         if self.intensity.each_image is not None and not isinstance(self.images, MeasuredImages):
@@ -139,7 +141,7 @@ class SampleReader(Dataset):
 
     def _read(self, key: Key, skipped: list[str]) -> _Sample | None:
         try:
-            return self._sample(key, *(key.seed(self.seed, step) for step in ("read", "augment")))
+            return joined([self._view(key, number) for number in range(self.views)])
         except BadImageError as error:
             if self.bad_images == "stop":
                 raise BadImageError(
@@ -148,6 +150,11 @@ class SampleReader(Dataset):
             if key.real:  # a dummy is another rank's sample, which counts it
                 skipped.append(self.images.name_of(key.index))
             return None
+
+    def _view(self, key: Key, number: int) -> _Sample:
+        """View number `number` of an image; the first one is what there is without further ones."""
+        purposes = [f"{step} of view {number}" if number else step for step in ("read", "augment")]
+        return self._sample(key, *(key.seed(self.seed, purpose) for purpose in purposes))
 
     def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
         """The image, or this rank's window of it, with the moments of the image as it is in its file where they are wanted."""
@@ -224,7 +231,7 @@ class SampleReader(Dataset):
         for offset in range(len(self.images)):
             near = replace(key, index=(key.index + offset) % len(self.images), real=False)
             try:
-                return self._sample(near, 0, 0)
+                return joined([self._sample(near, 0, 0)] * self.views)
             except BadImageError:
                 continue
         raise BadImageError(f"none of the {len(self.images)} images can be read; the first is {self.images.name_of(0)}")
@@ -240,6 +247,21 @@ class SampleReader(Dataset):
                     f"{_same_size(first)}"
                 )
         return torch.stack([sample.image for sample in read])
+
+
+def joined(views: list[_Sample]) -> _Sample:
+    """The views of an image as one sample, joined by their channels.  ValueError: they differ in size."""
+    first = views[0]
+    if len(views) == 1:
+        return first
+    odd = next((view for view in views if view.shape != first.shape), None)
+    if odd is not None:
+        raise ValueError(
+            f"two views of an image are {first.shape} and {odd.shape} (C, *pixels) and one size is wanted; let data.read end "
+            "in a transform that gives all images one size, as RandomResizedCrop: {size: [H, W]}"
+        )
+    shape = (len(views) * first.shape[0], *first.shape[1:])
+    return replace(first, image=torch.cat([view.image for view in views]), shape=shape)
 
 
 def _same_size(sample: _Sample) -> str:

@@ -20,7 +20,7 @@ from widefield.naming import load
 
 DEFAULTS: dict[Labels, str] = {
     "class": "cross_entropy", "pixels": "cross_entropy", "classes": "binary_cross_entropy", "layers": "binary_cross_entropy",
-    "values": "mse", "image": "l1",
+    "values": "mse", "image": "l1", "views": "vicreg",
 }  # fmt: skip
 """The loss of each kind of targets where a recipe names none."""
 

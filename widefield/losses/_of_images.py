@@ -12,9 +12,10 @@ from widefield.losses import Loss, Targets
 
 @dataclass(frozen=True)
 class LossOfImages:
-    """each: (output, target) of one dtype to (B,) the loss of each image."""
+    """each: (output, target) of one dtype to (B,) the loss of each image.  runs_network: whether it runs one of its own."""
 
     each: Callable[[Tensor, Tensor], Tensor]
+    runs_network: bool = False
     counts_images = True
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
@@ -27,8 +28,10 @@ class LossOfImages:
         return self.each(output, target.to(output.dtype))
 
 
-def loss_of_images(name: str, targets: Targets, each: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+def loss_of_images(
+    name: str, targets: Targets, each: Callable[[Tensor, Tensor], Tensor], *, runs_network: bool = False
+) -> Loss:
     """ValueError: targets are no images, or there are class weights."""
     targets.refuse_unless(name, "image")
     targets.refuse_weights(name, "pixels of images have no classes")
-    return LossOfImages(each)
+    return LossOfImages(each, runs_network)

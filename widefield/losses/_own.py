@@ -126,6 +126,8 @@ def _example(targets: Targets) -> tuple[Tensor, Tensor]:
     """Random outputs, and targets as the task has them: float32, and int64 or, of numbers, float32."""
     generator = torch.Generator().manual_seed(0)
     samples, pixels = 6, (4, 5) if targets.kind in ("pixels", "layers", "image") else ()
+    if targets.kind == "views":
+        return torch.randn(samples, 2, 8, generator=generator), torch.zeros(samples)
     output = torch.randn(samples, targets.outputs, *pixels, generator=generator)
     if targets.kind in ("values", "image"):
         return output, torch.randn(output.shape, generator=generator)

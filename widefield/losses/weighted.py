@@ -23,7 +23,8 @@ def build(targets: Targets, *, terms: Mapping[str, Any]) -> Loss:
     def each(output: Tensor, target: Tensor) -> Tensor:
         return torch.stack([weight * loss.loss_each(output, target) for weight, loss in parts]).sum(0)
 
-    return loss_of_images("weighted", targets, each)
+    runs_network = any(getattr(loss, "runs_network", False) for _, loss in parts)
+    return loss_of_images("weighted", targets, each, runs_network=runs_network)
 
 
 def _part(name: str, entry: Any, targets: Targets) -> tuple[float, Loss]:

@@ -71,9 +71,13 @@ def parallelize(
         found += strategy.apply(model, mesh, trial_step=watched, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
-    one_rank = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
-    _CHOICES[model] = [*one_rank, *mesh.reasons, *found, *([] if watched is None else watched.gathered)]
+    _CHOICES[model] = [*_of_one_rank(mesh), *mesh.reasons, *found, *([] if watched is None else watched.gathered)]
     return model
+
+
+def _of_one_rank(mesh: Mesh) -> list[str]:
+    is_alone = mesh.size == 1 and mesh.of_all is None and mesh.plan.data_strategy == "data"
+    return ["one rank: nothing is exchanged"] if is_alone else []
 
 
 class _WatchedStep:

@@ -75,7 +75,7 @@ class Plan(Section):
     @property
     def has_replicas(self) -> bool:
         """Whether copies of the model have weights of their own between averages; each is a replica, of one rank or several."""
-        return self.replicate > 1 and self.agreement.is_periodic
+        return self.replicate > 1 and self.agreement.steps_apart
 
     @property
     def has_server(self) -> bool:
@@ -101,7 +101,7 @@ class Plan(Section):
         used = [f"{axis}={self.space if axis == 'space' else size}" for axis, size in self.axes.items() if size > 1]
         further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1)
         further += [section for section, axis in SECTIONS.items() if axis is None and getattr(self, section) is not None]
-        further += [f"{self.agreement.name} every {self.agreement.period} steps"] * self.has_replicas
+        further += [str(self.agreement)] * self.has_replicas
         further += [f"{self.workers} workers and a server, {self.agreement.kind}"] * self.has_server
         further += [f"streamed in {self.stream}"] if self.stream else []
         return ", ".join([" x ".join(used) or "one rank", *further])

@@ -32,11 +32,37 @@ def check_replicas(plan: Plan) -> None:
             f"gradient.compression={plan.compression} is about gradients that copies send each other and {name} sends weights; "
             "set gradient.compression=none"
         )
+    _check_graph(plan)
     for _, size in plan.agreement.groups:
         if plan.replicate % size:
             raise ValueError(
                 f"agreement.groups has groups of {size} copies, into which mesh.replicate={plan.replicate} cannot be divided; "
                 f"take a divisor of {plan.replicate}"
+            )
+
+
+def _check_graph(plan: Plan) -> None:
+    """ValueError: gossip on a graph that there is not of so many replicas, or on which some never hear of others."""
+    asked, replicas = plan.agreement, plan.replicate
+    if asked.graph == "hypercube" and replicas & (replicas - 1):
+        raise ValueError(
+            f"agreement.graph=hypercube is of a power of two of copies and mesh.replicate={replicas}; take exponential"
+        )
+    strangers = [pair for pair in asked.edges if not all(0 <= one < replicas for one in pair)]
+    if strangers:
+        raise ValueError(f"agreement.edges has {strangers[0]} and copies are 0 to {replicas - 1}, as mesh.replicate={replicas}")
+    for start in range(replicas) if asked.edges else ():
+        reached, to_do = {start}, [start]
+        while to_do:
+            one = to_do.pop()
+            further = [hearer for sender, hearer in asked.edges if sender == one and hearer not in reached]
+            reached.update(further)
+            to_do += further
+        if len(reached) < replicas:
+            lost = min(set(range(replicas)) - reached)
+            raise ValueError(
+                f"agreement.edges lead from copy {start} to {len(reached)} of {replicas} copies and never to copy {lost}, so "
+                "they would not agree; add an edge"
             )
 
 

@@ -62,7 +62,14 @@ class Wishes:
             )
 
     def check(self, parts: Parts) -> None:
-        """ValueError: files of pixels are asked for where images have labels, or mirror images of values."""
+        """ValueError: files of pixels are asked for where images have labels, or mirror images of values; or there is nothing
+        to predict, since the run learned without labels.
+        """
+        if labels_of(parts.task) == "views":
+            raise ValueError(
+                "this run learned embeddings of views without labels, and answers nothing; export its backbone (widefield "
+                "export), and train a network that starts from it: model.weights, with model.weights_strict=false"
+            )
         asked = [name for name in ("probabilities", "overlays", "outlines") if getattr(self, name)]
         if asked and not parts.dataset.pixels:
             raise ValueError(

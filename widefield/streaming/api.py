@@ -31,7 +31,7 @@ from widefield.streaming.runner import Runner
 from widefield.streaming.schedule import TileSchedule
 from widefield.streaming.spatial import SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
-from widefield.streaming.storage.offload_buffer import PLACES
+from widefield.streaming.storage.offload_buffer import PLACES, ByteBudget
 from widefield.streaming.storage.result_writer import ResultWriter
 from widefield.streaming.storage.windowed_image import SINGLE_RANK, WindowedImage
 from widefield.streaming.tile_planner import TracedOps, units_of
@@ -161,18 +161,22 @@ class Stream:
             raise refusal
         self.reasons, self.fallbacks, fused = choice.reasons, choice.fallbacks, CompiledRegions() if self.compiles else None
         constants = constants_of(module, graph)
-        return PreparedStream(choice.program, SpatialStream(grid, choice.tiles), choice.place, constants, fused, choice.room)
+        spatial, room = SpatialStream(grid, choice.tiles), ByteBudget(choice.room)
+        return PreparedStream(choice.program, spatial, choice.place, constants, fused, room)
 
 
 class PreparedStream(NamedTuple):
-    """A schedule, the ranks that run it, and where it stores tensors; `room`: bytes of these that stay on the device."""
+    """A schedule, the ranks that run it, and where it stores tensors.
+
+    room: bytes of these that stay on the device, of all forwards together whose backward is still to come.
+    """
 
     program: TileSchedule
     spatial: SpatialStream
     place: str
     constants: Mapping[Value, Constant]
     fused: CompiledRegions | None
-    room: int
+    room: ByteBudget
 
 
 def _cuts_of(tensor: Any) -> Cuts | None:
@@ -346,6 +350,7 @@ class _StreamedFunction(torch.autograd.Function):
         found = [gradient(value) for value in ctx.wanting]
         reached = _reached(run, grad_of)  # these get zeros where no tile gives them a gradient
         found = [_zeros(v, run) if grad is None and v in reached else grad for v, grad in zip(ctx.wanting, found, strict=True)]
+        run.close()
         pairs = zip(found, tensors, ctx.wanting, strict=False)
         return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)
 

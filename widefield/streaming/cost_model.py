@@ -73,7 +73,7 @@ class Estimate:
 
     peak: on the device; with kept values and their gradients if they are stored there.
     fixed: as in Setting.  inputs: those in memory.  weights: the gradients of weights that a backward computes.
-    outputs: the module's outputs, their gradients, and the buffers in which these are summed.
+    outputs: the module's outputs, their gradients, and the buffers in which more is added to these.
     kept, grads: values between segments and their gradients, without outputs; together: both at one time.
     work: of the tile that takes most, plus values of units that run once.
     cost: the time of the schedule, ideal: of a run without tiles; in bytes that memory could transfer in that time.
@@ -126,7 +126,7 @@ class Estimator:
         self._figures: dict[Node, tuple[float, int]] = {}
 
     def estimate(self, program: TileSchedule) -> Estimate:
-        setting, liveness, cost = self.setting, Liveness(program, self.setting.trains, self.is_here), self.cost(program)
+        setting, liveness, cost = self.setting, Liveness(program, self.setting.trains), self.cost(program)
         inputs = sum(value.bytes for value in self.graph.inputs if value not in setting.by_windows) // setting.ranks
         weights = sum(value.bytes for value in self.graph.weights.values() if value.wants_grad) if setting.trains else 0
         works = [max((self._work(segment) for segment in stage.segments), default=0) for stage in program.stages]
@@ -158,7 +158,7 @@ class Estimator:
 
     def together(self, program: TileSchedule) -> int:
         """The bytes of kept values and their gradients, as in `Estimate`."""
-        liveness = Liveness(program, self.setting.trains, self.is_here)
+        liveness = Liveness(program, self.setting.trains)
         return max(a + b for a, b in zip(liveness.kept, liveness.grads, strict=True)) // self.setting.ranks
 
     def _ideal(self, program: TileSchedule) -> float:
@@ -265,12 +265,12 @@ class Liveness:
     """The bytes that are live at each moment.  Moments are the stages of the forward and, in training, of the backward.
 
     kept, grads: of kept values and of their gradients, without outputs.  once: of results of units that run once, and of what
-    their backward takes.  outputs: of the outputs made by then; in the backward with their gradients and, where is_here, the
-    buffers in which these are summed.
+    their backward takes.  outputs: of the outputs made by then; in the backward with their gradients and, of those that
+    later segments read, the buffers in which more is added to these.
     """
 
-    def __init__(self, program: TileSchedule, trains: bool, is_here: bool) -> None:
-        self.program, self.trains, self.is_here, self.stages = program, trains, is_here, len(program.stages)
+    def __init__(self, program: TileSchedule, trains: bool) -> None:
+        self.program, self.trains, self.stages = program, trains, len(program.stages)
         self.count = self.stages * (2 if trains else 1)
         self.kept, self.grads, self.once, self.outputs = ([0] * self.count for _ in range(4))
         self._results = set(program.graph.results)
@@ -305,7 +305,7 @@ class Liveness:
     def _add_output(self, value: Value, made: int) -> None:
         self._add(self.outputs, made, self.count, value.bytes)
         if self.trains and value.wants_grad:
-            is_summed = self.is_here and value in self.program.layouts
+            is_summed = value in self.program.layouts and value in self.program.read_again
             self._add(self.outputs, self.stages, self.count, (2 if is_summed else 1) * value.bytes)
 
     def _add_once(self, unit: TracedOp, made: int) -> None:

@@ -1,13 +1,14 @@
-"""Which tiles have to run, where an earlier run has written a part of the result?"""
+"""Which tiles have to run where an earlier run has written a part of the result, and which units to get back to gradients?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, meet
 from widefield.streaming.schedule import FusedRegion, StreamedTile, TileSchedule
 from widefield.streaming.storage.result_writer import ResultWriter
+from widefield.streaming.tile_planner import TracedOp
 
 
 def needed_tiles(program: TileSchedule, writers: Mapping[Value, ResultWriter]) -> Mapping[FusedRegion, set[int]]:
@@ -36,3 +37,16 @@ def _is_needed(
         if any(not is_empty(meet(box, other)) for other in read.get(value, ())):
             return True
     return False
+
+
+def units_with_gradient(units: Sequence[TracedOp], has_grad: Callable[[Value], bool]) -> list[TracedOp]:
+    """The units whose results have a gradient, and those whose results they read; draws are not run again."""
+    found: list[TracedOp] = []
+    needed: set[Value] = set()
+    for unit in reversed(units):
+        outs = [out for out in unit.outs if out is not None]
+        asked = any(out.wants_grad and (out in needed or has_grad(out)) for out in outs)
+        if not unit.node.draws and (asked or any(out in needed for out in outs)):
+            found.append(unit)
+            needed.update(unit.reads)
+    return found[::-1]

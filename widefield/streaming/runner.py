@@ -16,7 +16,7 @@ from torch import Tensor
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
 from widefield.streaming.fusion import CompiledRegions, FusedOps, runs_of
-from widefield.streaming.needed_tiles import needed_tiles
+from widefield.streaming.needed_tiles import needed_tiles, units_with_gradient
 from widefield.streaming.progress import counted
 from widefield.streaming.regions import Env, Leaves, Region, all_of, arguments, crop, detached_unless_wanted, leaf_of, merged
 from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile, TileSchedule
@@ -33,7 +33,7 @@ class Runner:
     """One forward of a schedule and, with `keeps`, its backward.
 
     given: the tensor, or WindowedImage, of every input, weight and constant.  tiled: those of which a rank has only its tile.
-    place: where values and gradients are stored between segments, but for `room` bytes, which fit on the device.
+    place: where values and gradients are stored between segments, but for what fits in `room`, on the device.
     pool: where their memory comes from.  fused: compiled runs of pointwise operations; None: nothing is compiled.
     writers: results that are given away tile by tile, without a backward, and are not in memory as a whole.
     """
@@ -49,10 +49,10 @@ class Runner:
         place: str = "device",
         pool: Pool | None = None,
         fused: CompiledRegions | None = None,
-        room: int = 0,
+        room: ByteBudget | None = None,
         writers: Mapping[Value, ResultWriter] | None = None,
     ) -> None:
-        self.room, self.writers = ByteBudget(room), writers or {}
+        self.room, self.writers = room, writers or {}
         self.needed = needed_tiles(program, self.writers) if writers and spatial.is_single_rank else None
         self.program, self.spatial, self.layouts, self.keeps = program, spatial, program.layouts, keeps
         self.place, self.pool, self.fused, self.results = place, pool, fused, set(program.graph.results)
@@ -94,7 +94,10 @@ class Runner:
                 for segment in stage.segments:
                     self._forward_segment(segment)
                 self._forget(number)
-            return {value: tensor for value in self.program.graph.results if (tensor := self._result(value)) is not None}
+            found = {value: tensor for value in self.program.graph.results if (tensor := self._result(value)) is not None}
+        for value in self.results.difference(self.program.read_again):
+            self.stores.pop(value, None)  # it is the caller's, and the backward does not read it
+        return found
 
     def _result(self, value: Value) -> Tensor | None:
         """None: its writer has it."""
@@ -216,7 +219,11 @@ class Runner:
         self.grad_buffers: dict[Value, Region] = {}
         self.leaves: dict[Value, Tensor] = {}
         for value, grad in grads.items():
-            self._add(value, grad, self.spatial.own_box(self.layouts[value]) if value in self.layouts else None)
+            box = self.spatial.own_box(self.layouts[value]) if value in self.layouts else None
+            if box is None or is_empty(box) or value in self.program.read_again:
+                self._add(value, grad, box)
+            else:  # no tile adds to it, so it is read where it is
+                self.grad_buffers[value] = Region(OffloadBuffer.of(grad), box)
         for number in reversed(range(len(self.program.stages))):
             stage = self.program.stages[number]
             for segment in reversed(stage.segments):
@@ -224,6 +231,11 @@ class Runner:
             self._backward_once(stage)
             self._forget_backward(number)
         return self._gradient
+
+    def close(self) -> None:
+        """After a backward, let go of all tensors: autograd's graph has this object for as long as the caller has the loss."""
+        for tensors in (self.stores, self.small, self.parts, self.grads, self.parts_of_grads, self.grad_buffers, self.leaves):
+            tensors.clear()
 
     def _gradient(self, value: Value) -> Tensor | None:
         if value in self.layouts:
@@ -338,7 +350,7 @@ class Runner:
 
     def _backward_once(self, stage: Stage) -> None:
         """The backward of all units of a stage that run once; the gradients of their results are complete."""
-        units = self._with_gradient(stage.once)
+        units = units_with_gradient(stage.once, self._has_grad)
         made = {out for unit in units for out in unit.outs if out is not None}
         env: dict[Value, Tensor] = {}
         full: dict[Value, Tensor] = {}
@@ -371,18 +383,6 @@ class Runner:
                 box = self.spatial.own_box(self.layouts[value])
                 self._add(value, crop(leaf.grad, all_of(value), box), box)
         self._flush(None)
-
-    def _with_gradient(self, units: Sequence[TracedOp]) -> list[TracedOp]:
-        """The units whose results have a gradient, and those whose results they read; draws are not run again."""
-        found: list[TracedOp] = []
-        needed: set[Value] = set()
-        for unit in reversed(units):
-            outs = [out for out in unit.outs if out is not None]
-            asked = any(out.wants_grad and (out in needed or self._has_grad(out)) for out in outs)
-            if not unit.node.draws and (asked or any(out in needed for out in outs)):
-                found.append(unit)
-                needed.update(unit.reads)
-        return found[::-1]
 
     def _has_grad(self, value: Value) -> bool:
         return value in self.grads or value in self.grad_buffers

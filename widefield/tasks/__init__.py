@@ -96,6 +96,11 @@ def is_per_pixel(task: Task) -> bool:
     return labels_of(task) in ("pixels", "layers", "image")
 
 
+def views_of(task: Task) -> int:
+    """How many views of each image a task learns from: 2 of one that learns without labels, 1 of others."""
+    return 2 if labels_of(task) == "views" else 1
+
+
 def scale_of(task: Task) -> int:
     """Of a task whose targets are images, how many of their pixels an input's pixel is along each dim; 1 of others."""
     return getattr(task, "scale", 1) if labels_of(task) == "image" else 1
@@ -164,7 +169,7 @@ def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
     """Example answers and targets for the metrics of a task, the same in each call; every class occurs in the targets.
 
     (B, num_classes) probabilities and (B,) class numbers, of several classes (B, num_classes) of 0 and 1; numbers both; per
-    pixel, (B, H, W) class numbers both, or (B, num_classes, H, W) of 0 and 1, or from 0 to 1 of images.
+    pixel, (B, H, W) class numbers both, or (B, num_classes, H, W) of 0 and 1, or from 0 to 1 of images; (B, 2, D) of views.
     """
     generator = torch.Generator().manual_seed(0)
     labels = labels_of(task)
@@ -173,6 +178,8 @@ def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
         target = (torch.arange(shape[1] * shape[2]) % num_classes).view(1, *shape[1:]).expand(shape).clone()
         return torch.randint(num_classes, shape, generator=generator), target
     count = max(8, 2 * num_classes)
+    if labels == "views":
+        return torch.randn(count, 2, 8, generator=generator), torch.zeros(count)
     if labels == "layers":
         return tuple(torch.randint(2, (4, num_classes, 8, 5), generator=generator, dtype=torch.uint8) for _ in range(2))
     if labels == "image":

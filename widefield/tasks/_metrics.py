@@ -30,6 +30,7 @@ from widefield.tasks._named import CASES_OF, NAMED, names_of
 
 _LIBRARIES = (torchmetrics.classification, torchmetrics.segmentation, torchmetrics.regression)
 _KNOWN = {name: getattr(library, name) for library in _LIBRARIES for name in library.__all__}
+_OWN_ALONE = {"boxes": "boxes, which have COCO's scores", "views": "from views, which have the task's own metrics"}
 ADD_UP = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 """The exact reductions of states over ranks."""
 
@@ -73,9 +74,9 @@ def metrics_of(
     ValueError: an unknown name or argument, two metrics of one name, a callable that returns no metric, values that are no
     numbers.  NotImplementedError: a metric that would depend on the number of ranks.
     """
-    if config.metrics and labels_of(task) == "boxes":
+    if config.metrics and labels_of(task) in _OWN_ALONE:
         raise ValueError(
-            f"task.metrics has {config.metrics[0]!r} and the task learns boxes, which have COCO's scores alone; leave it out"
+            f"task.metrics has {config.metrics[0]!r} and the task learns {_OWN_ALONE[labels_of(task)]} alone; leave it out"
         )
     found = [_one(entry, task, num_classes, spacing_of) for entry in config.metrics]
     taken = set(values_of(task.metrics(), *example_of(task, num_classes), name="the task's metrics")) if found else set()

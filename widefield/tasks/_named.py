@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from widefield.tasks._cases import CaseMetric, CaseOverlap, SurfaceDistance
 from widefield.tasks._counts import SCORES, ConfusionScore, LabelCounts
+from widefield.tasks._feature_distances import FrechetDistance, KernelDistance
 from widefield.tasks._sliced_wasserstein import SlicedWasserstein
 
 
@@ -77,6 +78,7 @@ NAMED: dict[str, dict[str, Callable[..., Metric]]] = {
     "values": {},
     "image": {},
     "boxes": {},
+    "views": {},
 }
 """By kind of labels and name, what makes the metric: it gets num_classes and ignore_index where it takes them."""
 
@@ -88,7 +90,7 @@ _OF_PIXELS: dict[str, Callable[..., CaseMetric]] = {
 CASES_OF: dict[str, dict[str, Callable[..., CaseMetric]]] = {
     "pixels": _OF_PIXELS,
     "layers": _OF_PIXELS,
-    "image": {"swd": SlicedWasserstein},
+    "image": {"swd": SlicedWasserstein, "fid": FrechetDistance, "kid": KernelDistance},
 }
 """By kind of labels, metrics that have a row of a table per case; each gets CaseSizes."""
 

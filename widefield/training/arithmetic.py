@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from widefield.plans import Plan
+
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 
@@ -69,3 +71,14 @@ def choose_format(asked: bool | None, arithmetic: Arithmetic, *, dims: int) -> t
     if arithmetic.device.type == "cuda" and arithmetic.low is not None:
         return True, f"model.channels_last=true: convolutions of {arithmetic.precision} on tensor cores read it"
     return False, f"model.channels_last=false: {arithmetic.precision} on {arithmetic.device.type} gains nothing by it"
+
+
+def check_scaling(arithmetic: Arithmetic, plan: Plan) -> None:
+    """ValueError: loss scaling where ranks could disagree on whether gradients overflowed, and so on whether to step."""
+    for axis, size in (("channel", plan.channel), ("stage", plan.stage)):
+        if size > 1 and arithmetic.scaler().is_enabled():
+            raise ValueError(
+                f"precision={arithmetic.precision} scales gradients and leaves out a step where one overflows, which "
+                f"each of the {size} ranks of mesh.{axis} would find out for itself; set precision=bfloat16 or float32, or "
+                f"mesh.{axis}=1"
+            )

@@ -5,7 +5,6 @@ Every value that the program chooses is returned with its reason.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,10 +37,10 @@ from widefield.parallel.parallelize import (
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
 from widefield.parallel.strategies.data import broadcast_weights
-from widefield.tasks import Task, labels_of
+from widefield.tasks import Task, labels_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
-from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_format, choose_precision
+from widefield.training.arithmetic import Arithmetic, arithmetic_of, check_scaling, choose_format, choose_precision
 from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
@@ -57,10 +56,11 @@ from widefield.training.optimizer import build_optimizer, learning_rate
 from widefield.training.parameter_groups import layers_of
 from widefield.training.patches import Tissue, sampled, tissue_to_tree
 from widefield.training.record import usable_cores
-from widefield.training.replicas import Replicas, check_replicas
+from widefield.training.replica_kinds import check_replicas, replicas_of
+from widefield.training.replicas import Replicas
 from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
-from widefield.training.state import seed_everything
+from widefield.training.state import only_deterministic_algorithms, seed_everything
 from widefield.training.streaming import check_tiles, look_ahead
 from widefield.training.turns import check_turns, divide, members_named
 from widefield.training.weight_average import average_of
@@ -93,7 +93,7 @@ class Parts:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, cut = self.config.data, self.window is not None
         on_device = train and augments_on_device(
-            data.augment, self.mesh.device, cut=cut, moves_as_one=self.dataset.moves_as_one
+            data.augment, self._augments_at, cut=cut, moves_as_one=self.dataset.moves_as_one
         )
         return Preparation(
             device=self.mesh.device,
@@ -107,16 +107,24 @@ class Parts:
             pixel_dtype=self.dataset.dtype,
             intensity=self.dataset.intensity,
             dims=self.dataset.dims,
+            views=views_of(self.task),
         )
 
+    @property
+    def _augments_at(self) -> torch.device:
+        """Views of an image, which have transforms of their own, are made where it is read."""
+        return self.mesh.device if views_of(self.task) == 1 else torch.device("cpu")
+
     def reader(self, *, train: bool) -> SampleReader:
-        return reader_of(
+        """The reader of a split; of views, with the transforms of training in an evaluation too, without which none differ."""
+        views = views_of(self.task)
+        reader = reader_of(
             self.config.data,
             self.dataset.train if train else self.dataset.evaluate,
             num_classes=len(self.dataset.classes),
             seed=self.config.seed,
-            train=train,
-            device=self.mesh.device,
+            train=train or views > 1,
+            device=self._augments_at,
             window=self.window,
             ignore=getattr(self.task, "ignore_index", None),
             intensity=self.dataset.intensity,
@@ -126,6 +134,7 @@ class Parts:
             image_scale=self.dataset.image_scale,
             boxes=self.dataset.labels == "boxes",
         )
+        return replace(reader, views=views)
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
         """This copy's part of the evaluation split.
@@ -171,7 +180,7 @@ def assemble(
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = choose_format(config.model.channels_last, arithmetic, dims=dataset.dims)
     if config.deterministic:
-        _only_deterministic_algorithms()
+        only_deterministic_algorithms()
     seed_everything(config.seed)
     model, why_weights = built_model(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights, task=task
@@ -185,11 +194,6 @@ def assemble(
         config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given,
         scaled.statistics, drawn.tissue,
     )  # fmt: skip
-
-
-def _only_deterministic_algorithms() -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
-    torch.use_deterministic_algorithms(True)
 
 
 def _metrics(config: RunConfig, task: Task, dataset: Dataset, *, cut: bool) -> list[RecipeMetric]:
@@ -228,14 +232,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch)
-    _check_scaling(parts)
-    check_stages(parts.task, config, mesh)
-    check_turns(config, parts.task, mesh.plan)
-    check_sampling(config, parts.dataset, labels=labels_of(parts.task))
-    replicas = None
-    if mesh.plan.has_replicas:
-        check_replicas(config, scales=parts.arithmetic.scaler().is_enabled())
-        replicas = Replicas(mesh, config.agreement)
+    _check(parts)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,
@@ -254,7 +251,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
         best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
         scalers={member: parts.arithmetic.scaler() for member in members_named(parts.task)},
-        replicas=replicas,
+        replicas=_replicas(parts),
     )
     if config.model.compile:
         model.compile()
@@ -264,8 +261,25 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     seed_everything(learner.seed_of_rank)
     reasons = [*([why_lr] if why_lr else []), *why_frozen, *_cuts_of(learner.dummy_batch, mesh)]
     gathered = in_words(_gathered_maps(learner))
-    why_apart = [] if replicas is None else replicas.reasons
+    why_apart = [] if learner.replicas is None else learner.replicas.reasons
     return learner, [*reasons, *parallel_reasons(learner.model), *why_apart, *why_stream, *gathered]
+
+
+def _check(parts: Parts) -> None:
+    """ValueError, NotImplementedError: what the task, the data or the precision cannot have under this plan."""
+    config, mesh = parts.config, parts.mesh
+    check_scaling(parts.arithmetic, mesh.plan)
+    check_stages(parts.task, config, mesh)
+    check_turns(config, parts.task, mesh.plan)
+    check_sampling(config, parts.dataset, labels=parts.dataset.labels)
+
+
+def _replicas(parts: Parts) -> Replicas | None:
+    """This rank's replica, where the plan has some.  ValueError: the recipe asks for what replicas cannot have."""
+    if not parts.mesh.plan.has_replicas:
+        return None
+    check_replicas(parts.config, scales=parts.arithmetic.scaler().is_enabled())
+    return replicas_of(parts.mesh)
 
 
 def _gathered_maps(learner: Learner) -> list[Fallback]:
@@ -314,18 +328,6 @@ def _parallelize_members(learner: Learner) -> None:
         parallelize_members(model, mesh, trial_steps=steps, samples=samples, is_average=is_average)
 
 
-def _check_scaling(parts: Parts) -> None:
-    """ValueError: loss scaling where ranks could disagree on whether gradients overflowed, and so on whether to step."""
-    plan = parts.mesh.plan
-    for axis, size in (("channel", plan.channel), ("stage", plan.stage)):
-        if size > 1 and parts.arithmetic.scaler().is_enabled():
-            raise ValueError(
-                f"precision={parts.arithmetic.precision} scales gradients and leaves out a step where one overflows, which "
-                f"each of the {size} ranks of mesh.{axis} would find out for itself; set precision=bfloat16 or float32, or "
-                f"mesh.{axis}=1"
-            )
-
-
 def _cuts_of(dummy_batch: Batch, mesh: Mesh) -> list[str]:
     return [] if dummy_batch.whole_shape is None else [cuts_in_words(dummy_batch.whole_shape[1:], mesh.grid.sizes)]
 
@@ -346,7 +348,7 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
         ranks=mesh.copies,
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # mixup and cutmix mix pairs, which stay on one rank
-        weights=sample_weights_of(config, parts.dataset, mesh, labels=labels_of(parts.task)),
+        weights=sample_weights_of(config, parts.dataset, mesh, labels=parts.dataset.labels),
         blocks=getattr(parts.dataset.train, "blocks", None),
     )
     reader = parts.reader(train=True)
@@ -376,7 +378,7 @@ def write_model_of(folder: Path, parts: Parts) -> None:
     batch = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)])
     if batch.problem is not None:
         raise ValueError(batch.problem)
-    shape, name = list(batch.shape), parts.config.model.name
+    shape, name = [len(batch.image[0]) // views_of(parts.task), *batch.shape[1:]], parts.config.model.name
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
     if parts.statistics is not None:
         write_statistics(folder, parts.statistics)

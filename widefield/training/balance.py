@@ -17,6 +17,8 @@ from widefield.config import RunConfig
 from widefield.data import Dataset
 from widefield.data.counts import class_counts, classes_of
 from widefield.geometry import even_cut, parts_of
+from widefield.losses import DEFAULTS
+from widefield.plans import Plan
 from widefield.tasks import Task
 from widefield.training.given import Given
 
@@ -40,8 +42,9 @@ def task_of(config: RunConfig, given: Given, dataset: Dataset, mesh: Mesh) -> tu
 
 def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
     """NotImplementedError: a loss that is finished from the sums of a pass, in a pipeline, which has one per micro-batch,
-    or one of boxes.
+    or one of boxes; or a loss with a network of its own, in a stream.
     """
+    _check_network_of_loss(task, config, mesh.plan)
     stages = mesh.plan.stage
     if stages > 1 and tasks.labels_of(task) == "boxes":
         raise NotImplementedError(
@@ -49,9 +52,19 @@ def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
             "gives one tensor; set mesh.stage=1, and cut images by mesh.space in its place"
         )
     if stages > 1 and getattr(task, "finish", None) is not None:
+        loss = config.task.loss or DEFAULTS[tasks.labels_of(task)]
         raise NotImplementedError(
-            f"task.loss={config.task.loss} is computed from all images of a pass together, and the {stages} stages of "
+            f"task.loss={loss} is computed from all images of a pass together, and the {stages} stages of "
             "mesh.stage work on a few of them at a time; set mesh.stage=1, or take a loss of each image, as task.loss=dice"
+        )
+
+
+def _check_network_of_loss(task: Task, config: RunConfig, plan: Plan) -> None:
+    """NotImplementedError: a loss with a network of its own, which would hold maps of whole images that a stream does not."""
+    if plan.stream is not None and getattr(getattr(task, "loss", None), "runs_network", False):
+        raise NotImplementedError(
+            f"the model runs in a stream and task.loss={config.task.loss} runs a network of its own on what leaves it, whole "
+            "images with all their maps at once; cut images by mesh.space, which cuts these too, or leave the loss out"
         )
 
 
@@ -65,8 +78,8 @@ def class_weights_of(
     asked, names = config.task.class_weights, dataset.classes
     if asked is None:
         return None, None
-    if labels in ("values", "image", "boxes"):
-        why = {"values": "numbers, which have no classes", "image": "images, which have no classes"}
+    if labels in ("values", "image", "boxes", "views"):
+        why = {"values": "numbers, which have no classes", "image": "images, which have no classes", "views": "without labels"}
         told = why.get(labels, "boxes, whose losses weigh classes by alpha alone")
         raise ValueError(f"task.class_weights is {asked} and the task learns {told}; leave it out")
     if asked == "balanced":

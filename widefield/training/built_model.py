@@ -9,8 +9,9 @@ from widefield import models
 from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
 from widefield.data import Dataset
+from widefield.own_code import is_code
 from widefield.parallel.members import members_of
-from widefield.tasks import Task
+from widefield.tasks import Task, labels_of
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.given import Given
 from widefield.training.streaming import stream_as
@@ -35,6 +36,7 @@ def built_model(
     asked, reasons = config.model, list[str]()
     model = given.model_copy()
     if model is None:
+        _check_takes_views(config, task)
         shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes), "dims": dataset.dims}
         model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
     elif asked.auxiliary is not None or asked.deep_supervision:
@@ -50,6 +52,16 @@ def built_model(
         for member in members_of(model).values():
             stream_as(mesh.plan.stream, member, compiles=asked.compile)
     return model, reasons
+
+
+def _check_takes_views(config: RunConfig, task: Task) -> None:
+    """ValueError: a network of images, where the task learns from views of them, whose channels are joined."""
+    name = config.model.name
+    if labels_of(task) == "views" and name != "self_supervised" and not is_code(name):
+        raise ValueError(
+            f"task.name={config.task.name} learns from two views of each image at a time and model.name={name} takes one "
+            f"image; set model.name=self_supervised and model.options.backbone={name}"
+        )
 
 
 def _lay_channels_last(model: nn.Module) -> None:

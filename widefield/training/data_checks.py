@@ -64,7 +64,9 @@ def _check_spacings(config: RunConfig, dataset: Dataset) -> None:
 def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
     """ValueError: labels of another kind than the task's, or mixing of images whose pixels have labels."""
     name, learns = config.data.name, labels_of(task)
-    if learns != dataset.labels:
+    if learns == "views":
+        _check_views(config, dataset)
+    elif learns != dataset.labels:
         cure = f"set task.name={_TASK_FOR[dataset.labels]}" if dataset.labels in _TASK_FOR else "take a task that learns these"
         raise ValueError(
             f"task.name={config.task.name} learns {_LABELS_IN_WORDS[learns]} and data.name={name} has "
@@ -85,6 +87,23 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
                 f"{_LABELS_IN_WORDS[dataset.labels]}; "
                 f"set data.{field_name}=0"
             )
+
+
+def _check_views(config: RunConfig, dataset: Dataset) -> None:
+    """ValueError: views of an image would not differ, would be mixed with others, or would have to move boxes or images."""
+    taking = f"task.name={config.task.name} learns from two random views of each image"
+    if not config.data.read and not config.data.augment:
+        raise ValueError(
+            f"data.augment is empty and {taking}, which would be the same; add transforms, as RandomResizedCrop and ColorJitter"
+        )
+    for field_name in ("mixup", "cutmix"):
+        if share := getattr(config.data, field_name):
+            raise ValueError(f"data.{field_name}={share:g} mixes images and {taking} alone; set data.{field_name}=0")
+    if dataset.labels in ("boxes", "image"):
+        raise NotImplementedError(
+            f"data.name={config.data.name} has {_LABELS_IN_WORDS[dataset.labels]} and {taking} alone; take data of images with "
+            "a class, as imagefolder with all images in one folder"
+        )
 
 
 def _check_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
@@ -110,6 +129,7 @@ _LABELS_IN_WORDS: dict[Labels, str] = {
     "layers": "any number of classes per pixel",
     "image": "images as targets",
     "boxes": "boxes",
+    "views": "from views of images",
 }
 _TASK_FOR: dict[Labels, str] = {
     "class": "classification",

@@ -152,7 +152,7 @@ class _Counts:
             shown = (painted(answers), painted(target)) if labels_of(task) == "layers" else (answers, target)
             of_batch = thumbnails_of if batch.image.ndim == 4 else volume_thumbnails_of
             self.pieces += of_batch(batch, *shown, ignore=getattr(task, "ignore_index", -1))
-        elif self.counts:
+        elif self.counts and labels_of(task) != "views":
             loss = task.loss_each(output, target)
             mistakes = mistakes_of(batch.index, target, answers, loss, labels=labels_of(task), worst=worst)
             self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=by_loss)
@@ -214,8 +214,8 @@ class _Counts:
 def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, classes: list[str]) -> Evaluation:
     """Sum everything over ranks."""
     for metric in seen.metrics.values():
-        _add_up(metric, mesh, lists=labels_of(task) == "boxes")
-    gathered_metrics = [name for name, metric in seen.metrics.items() if dim_zero_cat in metric._reductions.values()]
+        _add_up(metric, mesh, lists=labels_of(task) in ("boxes", "views"))
+    gathered_metrics = _gathered_metrics(task, seen.metrics)
     loss = _loss_of(task, seen, mesh)
     tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
     gathered = mesh.gather_objects((seen.mistakes if seen.first else [], seen.skipped, seen.pieces, seen.channels))
@@ -250,6 +250,12 @@ def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, cl
         curves=curves_of_task(values),
         gathered=gathered_metrics + [metric.name for metric, _ in seen.extra_metrics if metric.gathers],
     )
+
+
+def _gathered_metrics(task: Task, metrics: MetricCollection) -> list[str]:
+    """Those of the task for which ranks gather the answers of all samples; of views there are sums in the lists."""
+    gathers = labels_of(task) != "views"
+    return [name for name, metric in metrics.items() if gathers and dim_zero_cat in metric._reductions.values()]
 
 
 def _loss_of(task: Task, seen: _Counts, mesh: Mesh) -> float:

@@ -34,7 +34,8 @@ def inputs_of_a_pass(learner: Learner, member: str = "") -> tuple[Tensor, ...]:
 
     member: of a model whose modules learn by turns, the one whose inputs they are.
     """
-    image, target = (torch.cat([one] * _rows(learner)) for one in learner.prepared(learner.dummy_batch))
+    rows = _rows(learner)
+    image, target = (one if rows == 1 else torch.cat([one] * rows) for one in learner.prepared(learner.dummy_batch))
     return learner.task.example(member, image, target) if member else (image,)  # type: ignore[attr-defined]
 
 
@@ -42,7 +43,7 @@ def meta_pass(learner: Learner) -> tuple[Tensor, Tensor]:
     """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
     image, target = learner.prepare(learner.dummy_batch)
     rows, whole = _rows(learner), learner.dummy_batch.whole_shape
-    shape, wanted = tuple(whole or image.shape[1:]), tuple(target.shape[1:])
+    shape, wanted = (image.shape[1], *(whole or image.shape[1:])[-(image.ndim - 2) :]), tuple(target.shape[1:])
     if whole is not None and is_per_pixel(learner.task):
         pixels = [scale_of(learner.task) * extent for extent in whole[1:]]
         wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)

@@ -300,14 +300,13 @@ class Learner:
 
         on_loss: called with the loss sum and the count as soon as this rank has them.
         """
-        image, target = self.prepared(batch)
-        count = 0 if not batch.samples else len(target) if turn.member else self.task.count(target)
         factor = self.mesh.copies / nominal
         if turn.member:
-            loss = self._loss_of_turn(turn, image, target, batch)
+            loss, count = self._loss_of_turn(turn, batch)
             on_loss(loss.detach(), count)
-            turn.scaler.scale(loss * factor).backward()
-            return
+            return turn.scaler.scale(loss * factor).backward()
+        image, target = self.prepared(batch)
+        count = self.task.count(target) if batch.samples else 0
         loss_of = self.loss_of if batch.samples else lambda output, target: self.loss_of(output, target) * 0.0
         if self._finish is not None:
             loss_of = partial(self._loss_of_all, samples=batch.samples)
@@ -321,10 +320,12 @@ class Learner:
             on_loss=lambda loss: on_loss(loss, count),
         )
 
-    def _loss_of_turn(self, turn: Turn, image: Tensor, target: Tensor, batch: Batch) -> Tensor:
+    def _loss_of_turn(self, turn: Turn, batch: Batch) -> tuple[Tensor, int]:
+        """The loss and the samples that count.  Images and targets that no backward reads are gone when it returns."""
+        image, target = self.prepared(batch)
         with self.arithmetic.autocast():
             loss = loss_of_turn(self.task, turn, self.model, image, target, batch)
-        return loss if batch.samples else loss * 0.0
+        return (loss, len(target)) if batch.samples else (loss * 0.0, 0)
 
     def loss_of(self, output: Any, target: Tensor) -> Tensor:
         """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any."""

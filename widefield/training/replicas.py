@@ -1,70 +1,29 @@
-"""Replicas of a model that train by themselves and average their weights now and then; see widefield/agreement/periodic.py.
+"""Replicas of a model that train by themselves and agree on weights; see widefield/agreement/ for the ways to agree.
 
 Each replica has its part of every batch and takes optimizer steps of its own.  What is saved, evaluated and exported is the
 mean of all replicas; each goes on from its own weights, which a checkpoint keeps too.
 
 Ranks are in lock-step here: sums of losses, stops and evaluations are of all of them.  What is saved are the gradients of
-every step between replicas: a replica sends its weights once in a period.
+every step between replicas: these send weights, now and then or to a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from widefield.agreement import Descent, PeriodicAveraging, SlowMomentum
-from widefield.agreement.descent import DescentState
-from widefield.agreement.periodic import outer_step, slow_momentum_step
 from widefield.comm.collectives import runs_of
 from widefield.comm.mesh import Mesh
 from widefield.comm.replica_mesh import peers_of, replica_mesh
-from widefield.config import RunConfig
-from widefield.config.agreement import AgreementConfig
 from widefield.sharded_state import local, opened, square_distance
 
 MESSAGE_BYTES = 2**25
 Named = dict[str, Tensor]
-
-
-def algorithm_of(config: AgreementConfig) -> PeriodicAveraging:
-    """What a recipe's section asks for."""
-    outer: Descent | SlowMomentum | None = None
-    rate, momentum = config.outer_rate, config.outer_momentum
-    if config.name == "slowmo":
-        outer = SlowMomentum(1.0 if rate is None else rate, 0.5 if momentum is None else momentum)
-    elif config.name == "diloco":
-        momentum = 0.9 if momentum is None else momentum
-        outer = Descent(lr=0.7 if rate is None else rate, momentum=momentum, nesterov=momentum > 0)
-    groups = tuple((period, size) for period, size in config.groups)
-    return PeriodicAveraging(
-        period=config.period, start=config.start, groups=groups, outer=outer, keeps_state=config.keeps_state
-    )
-
-
-def check_replicas(config: RunConfig, *, scales: bool) -> None:
-    """ValueError: what replicas that are not in step cannot have.  scales: whether gradients are scaled, as of float16."""
-    name = f"agreement={config.agreement.name}"
-    if scales:
-        raise ValueError(
-            f"precision={config.precision} leaves out steps whose gradients overflow and under {name} each replica would leave "
-            "out its own; set precision=bfloat16 or float32"
-        )
-    if config.guard.checksum_every is not None:
-        raise ValueError(
-            f"guard.checksum_every={config.guard.checksum_every} compares replicas bit by bit and under {name} they differ; "
-            "leave it out"
-        )
-    if config.optimizer.lr == "find":
-        raise ValueError(
-            f"optimizer.lr=find tries rates with steps of all copies together and under {name} they step apart; find the rate "
-            "with agreement=mean, and set it"
-        )
 
 
 @dataclass(frozen=True)
@@ -84,95 +43,62 @@ class Averaged:
 class Replicas:
     """This rank's replica among all.  Every rank makes one and calls each method, in the same order.
 
+    A way to agree is a subclass with an `after_step`; see periodic_replicas.py and gossip_replicas.py.
     count: the samples (or their pixels) that this replica has learned from since all last averaged.
     told: the averages that no record has yet.  begin_anew: whether a checkpoint was of other replicas, whose mean was taken.
     """
 
-    def __init__(self, mesh: Mesh, config: AgreementConfig) -> None:
-        self.mesh, self.algorithm, self.replica = mesh, algorithm_of(config), replica_mesh(mesh)
+    def __init__(self, mesh: Mesh, *, groups: Iterable[int] = ()) -> None:
+        """groups: sizes of groups of neighbouring replicas that average among themselves."""
+        self.mesh, self.replica = mesh, replica_mesh(mesh)
         self.number = mesh.rank // self.replica.size
-        sizes = {mesh.plan.replicate, *(size for _, size in self.algorithm.groups)}
-        self._peers = {size: peers_of(mesh, size) for size in sorted(sizes)}
+        self._peers = {size: peers_of(mesh, size) for size in sorted({mesh.plan.replicate, *groups})}
         self.count, self.told, self.begin_anew = 0.0, list[Averaged](), False
-        self._agreed: Named = {}
-        """The weights that all agreed on last, where an outer step goes out from them."""
-        self._outer: Named = {}
-        """The momentum of the outer step."""
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Begin to train a parallelized model, from the weights that it has now, on all replicas the same."""
         self.model, self.optimizer, self.count = model, optimizer, 0.0
-        self._outer.clear()
-        self._agreed = {name: one.clone() for name, one in self._weights().items()} if self.algorithm.outer else {}
+
+    def after_step(self, step: int, lr: float) -> None:
+        """Agree, where it is time to.  step: counted from 1, that was just done, with the learning rate lr."""
+        raise NotImplementedError
 
     @property
     def reasons(self) -> list[str]:
         """What a user should know."""
-        asked, ranks = self.mesh.plan.agreement, self.replica.size
+        ranks = self.replica.size
         of_ranks = "of one rank" if ranks == 1 else f"of {ranks} ranks"
-        sent = sum(one.nbytes for one in (*self._weights().values(), *self._buffers().values()))
         return [
-            f"agreement={asked.name}: {self.mesh.plan.replicate} replicas {of_ranks} take steps of their own and average their "
-            f"weights every {asked.period} steps, {sent:,} bytes of each rank; these are not one device's numbers"
+            f"agreement={self.mesh.plan.agreement}: {self.mesh.plan.replicate} replicas {of_ranks} take steps of their own and "
+            f"agree on weights, of {self._bytes():,} bytes on each rank; these are not one device's numbers"
         ]
 
-    # ------------------------------------------------------------------------------------------ averaging
+    def _bytes(self) -> int:
+        """Of this rank's part of what is agreed on."""
+        return sum(one.nbytes for one in self._agreed_on().values())
 
-    @torch.no_grad()
-    def after_step(self, step: int, lr: float) -> None:
-        """Average where the algorithm says so.  step: counted from 1, that was just done, with the learning rate lr."""
-        size = self.algorithm.averages_after(step, self.mesh.plan.replicate)
-        if size == 1:
-            return
-        share, total = self._share(size)
-        weights, buffers = self._weights(), self._buffers()
-        if not total:  # every step since was skipped
-            return
-        means, sent = self._means([*weights.values(), *buffers.values()], size, share)
-        of_weights = dict(zip(weights, means, strict=False))
-        self.told.append(Averaged(step, size, self._distance(of_weights), sent))
-        is_of_all = size == self.mesh.plan.replicate
-        if is_of_all and self.algorithm.has_outer_step(step):
-            of_weights = {name: self._stepped(name, mean, lr) for name, mean in of_weights.items()}
-        new = of_weights | dict(zip(buffers, means[len(weights) :], strict=True))
-        for name, tensor in (weights | buffers).items():
-            tensor.copy_(new[name])
-        if is_of_all:
-            self.count = 0.0
-            self._agreed = {name: one.clone() for name, one in of_weights.items()} if self.algorithm.outer else {}
-            if not self.algorithm.keeps_state:
-                self.optimizer.state.clear()
+    def _agreed_on(self) -> Named:
+        """What replicas agree on, by name: this rank's part of the weights, then of the buffers."""
+        return self._weights() | self._buffers()
 
-    def _stepped(self, name: str, mean: Tensor, lr: float) -> Tensor:
-        """A weight after the outer step."""
-        outer, agreed = self.algorithm.outer, self._agreed[name]
-        if isinstance(outer, SlowMomentum):
-            if lr == 0:  # the workers have not moved, and their velocity would be divided by it
-                return mean
-            new, self._outer[name] = slow_momentum_step(agreed, mean, self._outer.get(name), outer, lr)
-            return new
-        assert outer is not None, "only an algorithm with an outer optimizer has an outer step"
-        state = DescentState(outer, first=self._outer.get(name))
-        new = outer_step(agreed, mean, state, outer.rate(seen=0, count=1))
-        if state.first is not None:
-            self._outer[name] = state.first
-        return new
+    def tell_distance(self, means: Mapping[str, Tensor]) -> None:
+        """The mean of all is looked at, as in an evaluation; a way to agree that has not told of it may tell now."""
+
+    # ------------------------------------------------------------------------------------------ means
 
     def _share(self, size: int) -> tuple[float, float]:
         """(this replica's share of a mean over groups of `size`, of how many samples in all)."""
         total = torch.tensor([self.count], dtype=torch.float64, device=self.mesh.device)
-        dist.all_reduce(total, group=self._peers[size].group)
-        samples = total.item()
+        samples = self._peers[size].sum_(total).item()
         return self.count / samples if samples else 1 / size, samples
 
     def _means(self, tensors: Sequence[Tensor], size: int, share: float) -> tuple[list[Tensor], int]:
         """(the means over groups of `size` replicas, each by its share; the bytes of this rank's messages)."""
-        group, found, sent = self._peers[size].group, dict[int, Tensor](), 0
+        found, sent = dict[int, Tensor](), 0
         for run in runs_of(tensors, MESSAGE_BYTES):
             flat = torch.cat([one.reshape(-1) for one in run]).mul_(share)
-            dist.all_reduce(flat, group=group)
+            parts = self._peers[size].sum_(flat).split([one.numel() for one in run])
             sent += flat.nbytes
-            parts = flat.split([one.numel() for one in run])
             found |= {id(one): part.view(one.shape) for one, part in zip(run, parts, strict=True)}
         return [found[id(one)] for one in tensors], sent
 
@@ -198,12 +124,16 @@ class Replicas:
 
         further: what else is averaged, as a moving average's weights.  optimizer: its state too, where all replicas have it.
         """
-        tensors = [*self._weights().values(), *self._buffers().values(), *(local(one).detach() for one in further)]
+        weights = self._weights()
+        tensors = [*weights.values(), *self._buffers().values(), *(local(one).detach() for one in further)]
         tensors += self._common_state().values() if optimizer else ()
         with torch.no_grad():
             kept = [one.clone() for one in tensors]
             size = self.mesh.plan.replicate
-            for tensor, mean in zip(tensors, self._means(tensors, size, self._share(size)[0])[0], strict=True):
+            means, _ = self._means(tensors, size, self._share(size)[0])
+            if not optimizer:  # where it is looked at, not where it is saved
+                self.tell_distance(dict(zip(weights, means, strict=False)))
+            for tensor, mean in zip(tensors, means, strict=True):
                 tensor.copy_(mean)
         try:
             yield
@@ -247,18 +177,24 @@ class Replicas:
         return {
             "plan": self._layout,
             "count": self.count,
-            "weights": _copies(self._weights() | self._buffers()),
+            "weights": copies(self._weights() | self._buffers()),
             "optimizer": optimizer,
-            "average": _copies(average),
-            "agreed": _copies(self._agreed),
-            "outer": _copies(self._outer),
+            "average": copies(average),
+            "further": self.further_state(),
         }
+
+    def further_state(self) -> dict[str, Any]:
+        """What a way to agree remembers besides, copied; see `load_further`."""
+        return {}
+
+    def load_further(self, saved: Mapping[str, Any]) -> None:
+        """Load what `further_state` gave on a replica like this one."""
 
     @property
     def _layout(self) -> str:
         """How replicas are made up: their parts fit others only where this is the same."""
         plan = self.mesh.plan
-        return f"{plan.axes}, space {plan.space}, ZeRO-{plan.sharding.zero}"
+        return f"{plan.agreement.name}: {plan.axes}, space {plan.space}, ZeRO-{plan.sharding.zero}"
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None, average: Mapping[str, Tensor]) -> None:
@@ -278,9 +214,9 @@ class Replicas:
             if place is not None:
                 place.copy_(opened(value))
         self.count = saved["count"]
-        self._agreed = {name: opened(value).to(own[name], copy=True) for name, value in saved["agreed"].items()}
-        self._outer = {name: opened(value).to(own[name], copy=True) for name, value in saved["outer"].items()}
+        self.load_further(saved["further"])
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> Named:
+def copies(tensors: Mapping[str, Tensor]) -> Named:
+    """Of this rank's parts."""
     return {name: local(one).detach().clone() for name, one in tensors.items()}

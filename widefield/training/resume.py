@@ -45,8 +45,13 @@ def _optimizer_state(learner: Learner) -> dict[str, Any]:
     return state if learner.replicas is None else learner.replicas.with_common_state(state)
 
 
-def changes_of(learner: Learner) -> Changes:
-    """When what `state_of` refers to changes: what the optimizer steps, in an update; buffers at any time."""
+def changes_of(learner: Learner) -> Changes | None:
+    """When what `state_of` refers to changes: what the optimizer steps, in an update; buffers at any time.
+
+    None, which is at any time, of replicas: while they are saved they hold the mean of all.
+    """
+    if learner.replicas is not None:
+        return None
     optimizer = [value for values in learner.optimizer.state.values() for value in values.values()]
     averages = [] if learner.ema is None else list(learner.ema.module.parameters())
     trained = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]

@@ -28,11 +28,12 @@ from widefield.data import Dataset, Labels
 from widefield.data.intensity import OF_VALUES, Intensity
 from widefield.data.spatial.resampling import Resampling
 from widefield.data.statistics import SplitStatistics
-from widefield.models._weights import load_state, read_tensors
+from widefield.models._weights import load_state
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, to_text
 from widefield.redaction import is_secret, redacted_tree
 from widefield.section import differences, to_yaml
+from widefield.tensor_files import read_tensors
 from widefield.training.disk import free_bytes, replace_text
 from widefield.trust import check_links
 

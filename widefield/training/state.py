@@ -5,6 +5,7 @@ Optimizer state is stored by parameter name, not by number, so that it survives 
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -120,3 +121,9 @@ def seed_everything(seed: int) -> None:
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     """The name and full shape of every parameter and buffer, which a checkpoint must have."""
     return sharded_state.shapes(model)
+
+
+def only_deterministic_algorithms() -> None:
+    """Ask torch, for the whole process, for kernels that give the same bits each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
+    torch.use_deterministic_algorithms(True)

@@ -105,6 +105,7 @@ class Trainer:
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 with learner.consensus():
                     self._evaluate()
+                self._record_averages()
                 passes.skip_lap()
             due = due or self.ends_early
             if due or stopped:
@@ -282,8 +283,7 @@ class Trainer:
             )
         own = own_state(learner)
         with learner.consensus(optimizer=True):
-            changes = changes_of(learner) if learner.replicas is None else None  # they are put back at the end of this block
-            self.checkpoints.save(state_of(learner), self._about(), own=own, wait=wait, changes=changes)
+            self.checkpoints.save(state_of(learner), self._about(), own=own, wait=wait, changes=changes_of(learner))
         self.saving = learner.step
         self._record_saves()
 

@@ -13,8 +13,9 @@ from torch import nn
 from widefield.models._libraries import Request
 from widefield.models._libraries._cached import cached_file
 from widefield.models._output import refuse_auxiliary
-from widefield.models._weights import load_pretrained, read_tensors
+from widefield.models._weights import load_pretrained
 from widefield.naming import did_you_mean
+from widefield.tensor_files import read_tensors
 
 ENCODER = "resnet34"
 """The encoder where the recipe names none, as in segmentation-models-pytorch."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from widefield.models._libraries import Request
 from widefield.models._libraries._cached import cached_file
 from widefield.models._output import refuse_auxiliary
-from widefield.models._weights import read_tensors
 from widefield.naming import did_you_mean
+from widefield.tensor_files import read_tensors
 
 
 def names() -> list[str]:

@@ -18,8 +18,9 @@ from torchvision import models
 from widefield.models._first_convolution import set_channels
 from widefield.models._libraries import Request
 from widefield.models._output import keep_main_output, refuse_auxiliary
-from widefield.models._weights import load_pretrained, read_tensors
+from widefield.models._weights import load_pretrained
 from widefield.naming import did_you_mean
+from widefield.tensor_files import read_tensors
 
 OTHER_TASKS = {"detection": "boxes, in their own way", "optical_flow": "the movement between two images"}
 """Parts of torchvision.models whose networks learn what no task here does, and what that is."""

@@ -24,6 +24,7 @@ from widefield.planner.emulation.world import EmulatedMesh, emulated_mesh
 from widefield.planner.step_record import StepRecord
 from widefield.plans import check, plan_of
 from widefield.plans.replicas import check_steps_together
+from widefield.tasks import views_of
 from widefield.training.agreed import dummy_batch_of
 from widefield.training.assemble import Parts, assemble, learner_of
 from widefield.training.batch_sharding import window_of
@@ -99,6 +100,8 @@ def _dummy_batch(parts: Parts, mesh: Mesh) -> Batch:
     images = parts.dataset.train
     if not isinstance(images, StandIn):
         return dummy_batch_of(parts.reader(train=True), mesh)
+    channels, *pixels = images.shape
+    images = replace(images, shape=(views_of(parts.task) * channels, *pixels))
     batch, window = images.batch(), window_of(mesh)
     if window is None:
         return batch

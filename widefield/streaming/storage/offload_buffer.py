@@ -142,6 +142,11 @@ class OffloadBuffer:
         self._taken = 0
         self._is_freed = True
 
+    def __del__(self) -> None:
+        """A forward without a backward frees nothing by name, and its part of the budget is another's then."""
+        if getattr(self, "_taken", 0):
+            self.free()
+
     # ------------------------------------------------------------------------------------------ from and to the device
 
     def _put(self, box: Box, tile: Tensor, *, adds: bool) -> None:
