@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from widefield import sharded_state
+from widefield.asynchrony import checks as server_checks
+from widefield.asynchrony import ranks as server_ranks
 from widefield.comm.failure import FailureWatch
 from widefield.comm.fingerprints import why_not_compared
 from widefield.comm.mesh import AgreedError, Mesh, World, join, leave
@@ -59,6 +61,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     AgreedError, on every rank: config, data or checkpoints do not allow the run, or the loss is not finite; checkpoints stay.
     Any other error of one rank is a PeerFailedError on the others, within seconds.
     """
+    server_checks.check_recipe(config, given)
     config, why_refitted = _refitted(config, folder, world)
     if config.mesh.auto:
         from widefield.planner.search.starting import planned_together  # imported late, as most runs need no planner
@@ -71,6 +74,8 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_if_known)
     check_guard(config)
+    if plan.has_server:
+        return server_ranks.train(config, folder, world, plan, run=_train, timeout_seconds=_longest_wait(config))
     try:
         with ExitStack() as stack:
             # A signal until then ends this rank at once, as there is nothing to save.
@@ -98,7 +103,14 @@ def _refitted(config: RunConfig, folder: Path, world: World) -> tuple[RunConfig,
 
 
 def _train(
-    config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given, why_mesh: list[str]
+    config: RunConfig,
+    folder: Path,
+    mesh: Mesh,
+    interrupt: Interrupt,
+    stack: ExitStack,
+    given: Given,
+    why_mesh: list[str],
+    trains: Callable[..., Trainer] = Trainer,
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
     stop = mesh.gather_objects(stop_that_stands(folder) if mesh.is_main else None)[0]
@@ -134,9 +146,8 @@ def _train(
         write_model_of(folder, parts)
         planned = read_planned(folder)
         chosen = [] if planned is None else [f"mesh.auto: {text}" for text in planned.reasons]
-        prediction = {} if planned is None else planned.prediction
         why = [*why_mesh, *chosen, *why_batch, *parts.reasons, *reasons, *_unwatched(mesh, config)]
-        _begin(record, parts, learner, why, prediction, last=last)
+        _begin(record, parts, learner, why, {} if planned is None else planned.prediction, last=last)
         _say_how_it_goes_on(record, learner, found, changed, has_random=own is not None)
         return record
 
@@ -147,7 +158,7 @@ def _train(
         stack.enter_context(Heartbeat(record, learner, passes, last=last, stream=sys.stdout.fileno))
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last: all of the above may draw
     guarding = Guarding(learner, folder, checkpoints, record, parts.dataset.train, batches_from)
-    trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings, guarding)
+    trainer = trains(config, folder, parts, learner, checkpoints, record, last, warnings, guarding)
     return _fit(trainer, passes, interrupt)
 
 

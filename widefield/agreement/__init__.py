@@ -6,6 +6,7 @@
     periodic        the mean of the weights now and then: local SGD, post-local, hierarchical, SlowMo, DiLoCo
     gossip          means with a few others: D-PSGD, push-sum (SGP, overlapped SGP), AD-PSGD, periodic global averages
     server          parameter servers: synchronous, with backup workers, asynchronous, bounded staleness, DC-ASGD, Hogwild
+    serving         the server of a real run: who may read now, and which gradients may be applied
 
 A simulator runs them in virtual time, in one process, from a seed.  Times do not depend on weights, so it first writes the log
 of all events and then computes the numbers from it; a log gives the same bits whenever it is replayed.

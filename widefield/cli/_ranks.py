@@ -43,13 +43,15 @@ def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list
 
         gpus = torch.cuda.device_count()
         ranks, reason = local_ranks(asked, gpus, ranks_per_gpu(), replica=replica)
-        check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_if_known)
+        plan = plan_of(config, ranks)
+        check(plan, ranks=ranks, samples_per_step=config.data.batch_if_known)
         if ranks == 1 and not watched:
             return World(), 0
         say(reason)
         given = arguments()
         restarts = _restarts(config, options, given, ranks, gpus * ranks_per_gpu()) if watched else None
-        return None, start(ranks, given, forked=None if gpus else forked, restarts=restarts)
+        lost = plan.workers if plan.has_server else 0
+        return None, start(ranks, given, forked=None if gpus else forked, restarts=restarts, may_be_lost=lost)
 
 
 def _refuse_restarts(world: World, watched: bool) -> None:

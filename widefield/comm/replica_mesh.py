@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from widefield.comm import process_groups
-from widefield.comm.mesh import Mesh
+from widefield.comm.mesh import Mesh, World
+from widefield.plans import Plan
 from widefield.private_torch.process_groups import c10d_world
 
 
@@ -90,3 +91,8 @@ def peers_of(mesh: Mesh, size: int) -> Peers:
     )
     mesh.further.append(group)
     return Peers(size, group)
+
+
+def alone_on(mesh: Mesh) -> Mesh:
+    """The mesh of a run of one rank, on the device of this one, which shares its machine with as many."""
+    return Mesh(Plan(), World(local_size=mesh.world.local_size, launcher=mesh.world.launcher), mesh.device)

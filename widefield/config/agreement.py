@@ -9,8 +9,11 @@ from pydantic import Field, model_validator
 from widefield.config.field_types import Positive
 from widefield.section import Section
 
-AgreementName = Literal["mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco", "gossip"]
+AgreementName = Literal[
+    "mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco", "gossip", "server"
+]  # fmt: skip
 GraphName = Literal["ring", "complete", "exponential", "one_peer_exponential", "bipartite", "hypercube"]
+ServerKind = Literal["synchronous", "asynchronous", "bounded_staleness", "delay_compensated"]
 PERIODIC = ("local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco")
 """Those under which copies train by themselves and average their weights now and then."""
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
@@ -23,6 +26,11 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "graph": ("gossip",),
     "edges": ("gossip",),
     "global_period": ("gossip",),
+    "servers": ("server",),
+    "kind": ("server",),
+    "bound": ("server",),
+    "max_staleness": ("server",),
+    "compensation": ("server",),
 }
 """The names that an option is for."""
 
@@ -34,7 +42,8 @@ class AgreementConfig(Section):
     """mean: of the gradients, in every step; the only one that gives one device's numbers.  adasum: of the gradients, by
     arXiv:2006.02924; needs a power of two of copies.  The others average weights: local_sgd every `period` steps;
     post_local_sgd every step at first; hierarchical in groups more often; slowmo with momentum over the averages; diloco with
-    an outer optimizer (Nesterov) over them; gossip with a few others after every step, and with all never."""
+    an outer optimizer (Nesterov) over them; gossip with a few others after every step, and with all never.  server: the last
+    rank holds the weights, and the others fetch them and push gradients."""
     period: Positive = 8
     """Steps between averages of the weights of all copies."""
     start: Annotated[int, Field(ge=0)] = 0
@@ -56,6 +65,18 @@ class AgreementConfig(Section):
     """Of gossip, in place of graph: pairs `[sender, hearer]` of copies, one way each, whose mean push-sum finds."""
     global_period: Positive | None = None
     """Of gossip: so many steps after which all average in place of a mix; null: never."""
+    servers: Positive = 1
+    """Of server: how many of the last ranks hold weights; 1 is what there is."""
+    kind: ServerKind = "asynchronous"
+    """Of server. synchronous: a step with the gradients of all; exact.  asynchronous: an update with each gradient as it comes.
+    bounded_staleness: the same, within `bound` or `max_staleness`.  delay_compensated: the same, with gradients corrected for
+    what the weights have moved since (arXiv:1609.08326)."""
+    bound: Annotated[int, Field(ge=0)] | None = None
+    """Of bounded_staleness: how many updates a worker may be ahead of the slowest one."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Of bounded_staleness: how many updates may come between the reading of weights and the update with their gradient."""
+    compensation: Annotated[float, Field(ge=0)] | None = None
+    """Of delay_compensated: its lambda; 0 changes nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,6 +105,32 @@ class AgreementConfig(Section):
                     "2 copies or more"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_of_server_needs(self) -> AgreementConfig:
+        """ValueError: options that the kind of server does not have, or lacks."""
+        bounds = [name for name in ("bound", "max_staleness") if getattr(self, name) is not None]
+        if (self.kind == "bounded_staleness") != (len(bounds) == 1):
+            raise ValueError(
+                f"kind={self.kind} with {' and '.join(bounds) or 'no bound'}: bounded_staleness takes one of bound and "
+                "max_staleness, and the other kinds take none; as kind=bounded_staleness, max_staleness=8"
+            )
+        if (self.kind == "delay_compensated") != (self.compensation is not None):
+            raise ValueError(
+                f"kind={self.kind} with compensation={self.compensation}: delay_compensated has one, and the other kinds have "
+                "none; as kind=delay_compensated, compensation=0.04"
+            )
+        if self.servers > 1:
+            raise ValueError(
+                f"servers={self.servers}: a gradient that one server has and another lost with its worker would be half "
+                "applied, and nothing here mends that; set servers=1"
+            )
+        return self
+
+    @property
+    def has_server(self) -> bool:
+        """Whether the last rank holds the weights and the others are its workers."""
+        return self.name == "server"
 
     def __str__(self) -> str:
         """As `local_sgd every 8 steps`, `gossip on a ring`, `mean`."""

@@ -4,6 +4,7 @@ a rank fails      the others get 1 s to end by themselves (each may be about to 
                   SIGKILL
 a first signal    is passed on to all ranks, which save and end; they have `grace_seconds`, unless one of them fails
 a second signal   SIGKILL to all, at once
+a signal kills    a rank that may be lost, as the worker of a parameter server: the others go on
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ POLL_SECONDS = 0.05
 class RankProcesses:
     """The processes of the ranks, the signal that asked them to end, and how they ended."""
 
-    def __init__(self, run_id: str, grace_seconds: float) -> None:
+    def __init__(self, run_id: str, grace_seconds: float, may_be_lost: int = 0) -> None:
         self.run_id = run_id
         self.grace_seconds = grace_seconds
         self.spared: int | None = None
@@ -38,6 +39,8 @@ class RankProcesses:
         self.ended_at_once = False
         self.expected: tuple[int, ...] = (0, TO_BE_CONTINUED)
         """The exit codes of ranks that have not failed."""
+        self.may_be_lost = may_be_lost
+        """How many of the first ranks the others go on without, where a signal killed them."""
         self.status = 0
         """The exit status for the command."""
         self.verdict = ""
@@ -68,7 +71,11 @@ class RankProcesses:
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
     def all_succeeded(self) -> bool:
-        return all(process.poll() == 0 for process in self.processes.values())
+        codes = {rank: process.poll() for rank, process in self.processes.items()}
+        return all(code == 0 or self._is_lost(rank, code) for rank, code in codes.items())
+
+    def _is_lost(self, rank: int, code: int | None) -> bool:
+        return rank < self.may_be_lost and code is not None and code < 0
 
     def has_stopped(self) -> bool:
         """Whether a rank ended as it was asked to stop: by a signal to it alone, or the one that was passed on."""
@@ -89,7 +96,7 @@ class RankProcesses:
     def _codes(self) -> dict[int, int]:
         """The exit codes of the failed ranks."""
         ended = {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
-        return {rank: code for rank, code in ended.items() if code not in self.expected}
+        return {rank: code for rank, code in ended.items() if code not in self.expected and not self._is_lost(rank, code)}
 
     def _blame(self, codes: dict[int, int]) -> None:
         if codes:

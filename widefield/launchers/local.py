@@ -108,22 +108,23 @@ def start(
     program: list[str] | None = None,
     forked: Forking | None = None,
     restarts: Restarts | None = None,
+    may_be_lost: int = 0,
 ) -> int:
     """Run `widefield` with `arguments` on `ranks` ranks of this machine; returns the exit status for the command.
 
-    It is 0 where all ranks succeeded; else the exit code of the failed rank, or 128 + the signal that killed it, with one
-    sentence on stderr; TO_BE_CONTINUED where ranks that were asked to stop say so; 130 after Ctrl-C, and 128 + the signal where
-    the ranks ended of it.
+    It is 0 where all ranks succeeded; else the exit code of the failed rank, or 128 + the signal that killed it, and a sentence
+    on stderr; TO_BE_CONTINUED where ranks that were asked to stop say so; 130 after Ctrl-C, 128 + the signal they ended of.
     grace_seconds: how long the ranks may take to save after the first signal; a second one kills them at once.
     program: the command to run in place of `python -m widefield`.
     forked: the process to fork the ranks from, in place of starting Python for each.
     restarts: whether and how to start again after a failure; None: never.
+    may_be_lost: how many of the first ranks the others go on without, where a signal killed them.
     OMP_NUM_THREADS is set to the ranks' share of the cores, unless it is set.  Call it in the main thread: it handles signals.
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
     run_id, again = forked.run_id if forked else new_run_id(), Again(ranks, arguments)
     command = program or [*python_of_ranks(), "-m", "widefield"]
-    group = RankProcesses(run_id, grace_seconds)
+    group = RankProcesses(run_id, grace_seconds, may_be_lost)
     with _signals_to(lambda number, frame: group.on_signal(number)):
         while True:
             began, told = time.time(), restarts.environment if restarts else {}
@@ -136,7 +137,7 @@ def start(
             print(f"widefield: {restarts.told}", file=sys.stderr, flush=True)
             if found is None:
                 return group.status
-            before, again, group = group, found, RankProcesses(run_id, grace_seconds)
+            before, again, group = group, found, RankProcesses(run_id, grace_seconds, may_be_lost)
             if before.received is not None:  # a signal that came since the ranks have ended
                 return 128 + before.received if before.received == signal.SIGINT else TO_BE_CONTINUED
 

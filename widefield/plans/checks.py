@@ -14,7 +14,7 @@ from types import ModuleType
 from widefield.config.strategies import STRATEGIES
 from widefield.naming import load_all
 from widefield.plans.plan import Plan
-from widefield.plans.replicas import check_replicas
+from widefield.plans.replicas import check_replicas, check_server
 
 
 def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> None:
@@ -28,10 +28,12 @@ def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> Non
     _check_ranks(plan, ranks)
     if plan.has_replicas:
         check_replicas(plan)
-    within = plan.of_replica() if plan.has_replicas else plan
+    if plan.has_server:
+        check_server(plan)
+    within = plan.of_replica() if plan.has_replicas or plan.has_server else plan
     for strategy in sorted(strategies, key=lambda strategy: strategy.CHECK_ORDER):
         strategy.check_plan(within)
-    copies = plan.replicate * plan.shard
+    copies = plan.workers
     if samples_per_step is not None and samples_per_step < copies:
         raise ValueError(
             f"{copies} copies of the model share a batch of {samples_per_step} samples, so some would always be idle; "

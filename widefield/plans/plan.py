@@ -77,6 +77,16 @@ class Plan(Section):
         """Whether copies of the model have weights of their own between averages; each is a replica, of one rank or several."""
         return self.replicate > 1 and self.agreement.steps_apart
 
+    @property
+    def has_server(self) -> bool:
+        """Whether the last rank holds the weights, and the others are its workers."""
+        return self.agreement.has_server
+
+    @property
+    def workers(self) -> int:
+        """Copies of the model that learn from samples."""
+        return self.replicate * self.shard - (self.agreement.servers if self.has_server else 0)
+
     def of_replica(self) -> Plan:
         """The plan of the ranks of one replica: one device's numbers on its part of the batch."""
         return self.model_copy(update={"replicate": 1, "batch_norm": "synchronized", "agreement": AgreementConfig()})
@@ -92,6 +102,7 @@ class Plan(Section):
         further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1)
         further += [section for section, axis in SECTIONS.items() if axis is None and getattr(self, section) is not None]
         further += [str(self.agreement)] * self.has_replicas
+        further += [f"{self.workers} workers and a server, {self.agreement.kind}"] * self.has_server
         further += [f"streamed in {self.stream}"] if self.stream else []
         return ", ".join([" x ".join(used) or "one rank", *further])
 

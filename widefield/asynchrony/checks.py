@@ -1,0 +1,127 @@
+"""What a run with a parameter server refuses, before the first message and on every rank."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from widefield.config import GuardConfig, RunConfig
+from widefield.plans import Plan
+from widefield.private_torch.modules import BatchNorm
+from widefield.tasks import Task
+from widefield.training.given import NOTHING, Given
+from widefield.training.turns import members_named
+
+_NAME = "agreement=server"
+
+
+def check_recipe(config: RunConfig, given: Given = NOTHING) -> None:
+    """ValueError: what the recipe asks for is for ranks that step together."""
+    if config.agreement.has_server:
+        for problem in (_of_data(config), _of_steps(config), _of_guard(config), _of_objects(given)):
+            if problem is not None:
+                raise ValueError(problem)
+
+
+def _of_data(config: RunConfig) -> str | None:
+    data = config.data
+    if data.batch_if_known is None:
+        return f"data.batch_size={data.batch_size} is found by steps of all ranks, which {_NAME} has none of; set a number"
+    if data.workers:
+        return (
+            f"data.workers={data.workers} read ahead and under {_NAME} a worker learns what to read when it has the weights; "
+            "leave data.workers out, and start more ranks where reading is slow"
+        )
+    if data.bad_images == "skip":
+        return f"data.bad_images=skip counts images over all ranks and {_NAME} does not; set data.bad_images=stop"
+    return None
+
+
+def _of_steps(config: RunConfig) -> str | None:
+    if config.precision == "float16":
+        return (
+            f"precision=float16 leaves out steps whose gradients overflow, and under {_NAME} each worker would leave out its "
+            "own; set precision=bfloat16 or float32"
+        )
+    if config.optimizer.lr == "find":
+        return (
+            f"optimizer.lr=find tries rates with steps of all ranks; find the rate with agreement=mean, and set it for {_NAME}"
+        )
+    if config.ema is not None:
+        return f"ema averages weights after whole steps and {_NAME} makes smaller updates; leave ema out"
+    if config.model.unfreeze:
+        return (
+            f"model.unfreeze={config.model.unfreeze} changes between steps what learns and under {_NAME} workers are in "
+            "several steps at once; leave it out (model.freeze stays)"
+        )
+    if config.mesh.auto or config.log.predict:
+        return f"mesh.auto and log.predict plan steps that all ranks make together, which {_NAME} has none of; leave them out"
+    return None
+
+
+def _of_guard(config: RunConfig) -> str | None:
+    changed = [
+        f"guard.{name}={getattr(config.guard, name)}"
+        for name in ("non_finite", "spike", "checksum_every")
+        if getattr(config.guard, name) != GuardConfig.model_fields[name].default
+    ]
+    if changed:
+        return (
+            f"{', '.join(changed)} judges steps of all ranks; under {_NAME} the run stops at a gradient that is NaN or "
+            "infinite, and there is nothing else; leave it out"
+        )
+    return None
+
+
+def _of_objects(given: Given) -> str | None:
+    if given != NOTHING:
+        return (
+            f"objects passed in place of names in a recipe are not carried by {_NAME}; name what makes them, as "
+            "model.name=package.module:callable"
+        )
+    return None
+
+
+def server_in_words(plan: Plan) -> str:
+    """What a user should know of such a run."""
+    asked = plan.agreement
+    options = [f"{name} {getattr(asked, name)}" for name in ("bound", "max_staleness", "compensation")
+               if getattr(asked, name) is not None]  # fmt: skip
+    exact = "data-parallel training" if asked.kind == "synchronous" else "not one device's numbers"
+    return (
+        f"agreement=server, {', '.join([asked.kind, *options])}: rank {plan.workers} holds the weights, evaluates and saves, "
+        f"and {plan.workers} workers push gradients to it; these are {exact}"
+    )
+
+
+def check_parts(model: nn.Module, task: Task) -> None:
+    """NotImplementedError: a model or task whose updates a server cannot make."""
+    if members_named(task):
+        raise NotImplementedError(
+            f"the task has modules that learn by turns, {', '.join(members_named(task))}, each from what the one before has "
+            f"become, and {_NAME} has one gradient per pass; set agreement=mean"
+        )
+    if getattr(task, "finish", None) is not None:
+        raise NotImplementedError(
+            f"the loss is finished from the sums of a whole batch, of which a worker of {_NAME} has a part; set "
+            "agreement=mean, or a loss that is a sum over samples or pixels"
+        )
+    synced = [name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm)]
+    if synced:
+        raise NotImplementedError(
+            f"{synced[0]} is a SyncBatchNorm, which waits for the statistics of all ranks, and workers of {_NAME} do not "
+            "wait for each other; make it a BatchNorm"
+        )
+    names = [name for name, one in model.named_modules() if isinstance(one, BatchNorm) and one.momentum is None]
+    if names:
+        raise NotImplementedError(
+            f"{names[0]} has momentum=None, the mean over all batches, which the order of updates would change; set its "
+            "momentum, as 0.1"
+        )
+    dtypes = {one.dtype for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()}
+    complex_ones = [name for name, one in model.named_parameters() if not one.is_floating_point()]
+    if len(dtypes) > 1 or complex_ones:
+        found = ", ".join(sorted(map(str, dtypes))) + (f" and {complex_ones[0]} of none" if complex_ones else "")
+        raise NotImplementedError(
+            f"the model's weights and statistics are of {found}, and {_NAME} sends them as one tensor of one floating dtype; "
+            "give the model one, and let precision choose the arithmetic"
+        )

@@ -1,0 +1,70 @@
+"""events.jsonl of a run folder: what happened at the server, a line each, as widefield/agreement/events.py says.
+
+A run that goes on from a checkpoint leaves out what came after it, so the file has one run from its first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+from widefield.agreement.events import Event, EventLog
+
+NAME = "events.jsonl"
+
+
+class EventFile:
+    """Open for writing.  log: the header of a new file, without events.
+
+    samples: of how many samples the weights have learned that the run goes on from.
+    """
+
+    def __init__(self, path: Path, log: EventLog, *, samples: int) -> None:
+        self.path = path
+        before = _events_until(path, samples) if samples and path.is_file() else []
+        workers = max([log.workers, *(1 + event.workers[0] for event in before)])  # it may go on with fewer
+        self.gradients = sum(event.kind == "gradient" for event in before)
+        self._began = time.monotonic() - (before[-1].time if before else 0.0)
+        _write(path, dataclasses.replace(log, workers=workers, events=tuple(before)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, *workers: int, **further: object) -> None:
+        self._file.write(Event(self.now, kind, workers, **further).to_json() + "\n")  # type: ignore[arg-type]
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write into the header when the run ended."""
+        self._file.close()
+        header, _, events = self.path.read_text(encoding="utf-8").partition("\n")
+        _replace(self.path, json.dumps(json.loads(header) | {"seconds": self.now}) + "\n" + events)
+
+
+def _events_until(path: Path, samples: int) -> list[Event]:
+    """The events until so many samples were learned from; a torn last line is left out."""
+    found, learned = list[Event](), 0
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True)[1:]:
+        event = Event.from_json(line) if line.endswith("\n") else None
+        learned += len(event.samples) if event is not None and event.kind == "gradient" else 0
+        if event is None or learned > samples:
+            break
+        found.append(event)
+    return found
+
+
+def _write(path: Path, log: EventLog) -> None:
+    _replace(path, log.to_text())
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

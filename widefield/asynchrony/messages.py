@@ -1,0 +1,76 @@
+"""What is in the messages between a server and its workers.
+
+worker -> server   HELLO, at first;  PUSH: (step, place, *parameters without a gradient), (loss sum, count, seconds),
+                   [gradient, change of statistics];  FAILED: a text
+server -> worker   GIVE: (step, place), [weights, statistics];  END: (whether the run failed, exit status, step)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from widefield.agreement.serving import Share
+from widefield.comm.requests import Message
+
+HELLO, PUSH, FAILED, GIVE, END = range(1, 6)
+
+
+@dataclass(frozen=True)
+class WorkersGradient:
+    """Of the mean loss of a share.  count: of losses in it.  absent: places of parameters that have none.
+
+    statistics: what the pass changed in the running statistics.  nbytes: of the message.
+    """
+
+    share: Share
+    gradient: Tensor
+    statistics: Tensor
+    absent: frozenset[int]
+    loss_sum: float
+    count: float
+    seconds: float
+    nbytes: int = 0
+
+
+def push(share: Share, values: Tensor, absent: tuple[int, ...], *, loss_sum: float, count: float, seconds: float) -> Message:
+    return Message(PUSH, (*share, *absent), (loss_sum, count, seconds), values)
+
+
+def pushed(message: Message, *, numel: int) -> WorkersGradient:
+    """numel: of the gradient, after which come the statistics."""
+    assert message.values is not None, "a push has values"
+    step, place, *absent = message.ints
+    gradient, statistics = message.values[:numel], message.values[numel:]
+    return WorkersGradient((step, place), gradient, statistics, frozenset(absent), *message.floats, nbytes=message.nbytes)
+
+
+def failed(text: str) -> Message:
+    return Message(FAILED, tuple(text.encode()))
+
+
+def text_of(message: Message) -> str:
+    return bytes(message.ints).decode(errors="replace")
+
+
+def give(share: Share, state: Tensor) -> Message:
+    return Message(GIVE, share, (), state)
+
+
+def end(*, has_failed: bool, status: int, step: int) -> Message:
+    return Message(END, (int(has_failed), status, step))
+
+
+def server_failed() -> Message:
+    return end(has_failed=True, status=1, step=0)
+
+
+def bytes_of_run(pushes: int, workers: int, *, of_push: int, of_state: int, itemsize: int) -> tuple[int, int]:
+    """(what a server sends, what it receives) in a run in which nobody dies and every parameter has a gradient.
+
+    of_push, of_state: values, of a FlatModel.  The last answers, by which workers end, are not counted.
+    """
+    sent = pushes * (8 * (5 + 2) + of_state * itemsize)
+    received = pushes * (8 * (5 + 2 + 3) + of_push * itemsize) + workers * 8 * 5
+    return sent, received

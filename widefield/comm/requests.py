@@ -1,0 +1,134 @@
+"""Requests of many ranks to one: each sends a message and waits for the answer, and any of them may die meanwhile.
+
+The rank that answers has a thread per peer, which receives a message, waits until there is an answer, and sends it.  So a peer
+that is slow holds up nobody, and one that died ends its own thread alone: gloo fails its messages at once.
+
+A message is a head of 5 int64 (kind, how many ints, floats and values, their dtype), and then, where there are any, int64,
+float64, and values of a floating dtype, each as one tensor.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from widefield.comm.point_to_point import receive, send
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HEAD = 5
+
+
+@dataclass(frozen=True)
+class Message:
+    """kind: what it is, as sender and receiver agree.  values: flat, on the CPU."""
+
+    kind: int
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+    values: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are sent for it, without those that gloo and the network add."""
+        return 8 * (_HEAD + len(self.ints) + len(self.floats)) + (0 if self.values is None else self.values.nbytes)
+
+
+@dataclass(frozen=True)
+class LostPeer:
+    """In place of a message: the peer's process has ended.  why: as gloo says."""
+
+    why: str
+
+
+def send_message(message: Message, peer: int, group: dist.ProcessGroup) -> None:
+    """RuntimeError: the peer is gone."""
+    values = message.values
+    dtype = 0 if values is None else _DTYPES.index(values.dtype)
+    head = [message.kind, len(message.ints), len(message.floats), 0 if values is None else values.numel(), dtype]
+    send(torch.tensor(head, dtype=torch.int64), peer, group)
+    if message.ints:
+        send(torch.tensor(message.ints, dtype=torch.int64), peer, group)
+    if message.floats:
+        send(torch.tensor(message.floats, dtype=torch.float64), peer, group)
+    if values is not None and values.numel():
+        send(values.contiguous(), peer, group)
+
+
+def receive_message(peer: int, group: dist.ProcessGroup) -> Message:
+    """RuntimeError: the peer is gone, or sent nothing within the group's timeout."""
+    head = receive(torch.empty(_HEAD, dtype=torch.int64), peer, group).tolist()
+    kind, ints, floats, count, dtype = head
+    whole = receive(torch.empty(ints, dtype=torch.int64), peer, group).tolist() if ints else []
+    real = receive(torch.empty(floats, dtype=torch.float64), peer, group).tolist() if floats else []
+    values = receive(torch.empty(count, dtype=_DTYPES[dtype]), peer, group) if count else None
+    return Message(kind, tuple(whole), tuple(real), values)
+
+
+class Requests:
+    """The rank that answers.  peers: ranks of the group, which each send requests one after another.
+
+    sent, received: bytes so far, of whole messages.
+    """
+
+    def __init__(self, peers: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.sent = self.received = 0
+        self._group = group
+        self._arrived: queue.SimpleQueue[tuple[int, Message | LostPeer]] = queue.SimpleQueue()
+        self._answers: dict[int, queue.SimpleQueue[Message]] = {peer: queue.SimpleQueue() for peer in peers}
+        self._last: Message | None = None
+        """With which all requests are answered from now on."""
+        self._threads = {
+            peer: threading.Thread(target=self._serve, args=(peer,), name=f"requests of rank {peer}", daemon=True)
+            for peer in peers
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def next(self, seconds: float) -> tuple[int, Message | LostPeer] | None:
+        """The next request and who sent it; None where none came within `seconds`."""
+        try:
+            peer, message = self._arrived.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        self.received += message.nbytes if isinstance(message, Message) else 0
+        return peer, message
+
+    def answer(self, peer: int, message: Message) -> None:
+        """Answer a peer's request; returns at once."""
+        self.sent += message.nbytes
+        self._answers[peer].put(message)
+
+    def close(self, message: Message, *, seconds: float) -> None:
+        """Answer all requests that wait or come, within so many seconds, with one last message."""
+        self._last = message
+        for answers in self._answers.values():
+            answers.put(message)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _serve(self, peer: int) -> None:
+        try:
+            while True:
+                request = receive_message(peer, self._group)
+                if self._last is None:
+                    self._arrived.put((peer, request))
+                answer = self._last or self._answers[peer].get()
+                send_message(answer, peer, self._group)
+                if answer is self._last:
+                    return
+        except RuntimeError as error:
+            self._arrived.put((peer, LostPeer(str(error).split("\n")[0])))
+
+
+def asked(message: Message, peer: int, group: dist.ProcessGroup) -> Message:
+    """Send a request to the rank that answers, and wait for the answer.  RuntimeError: it is gone."""
+    send_message(message, peer, group)
+    return receive_message(peer, group)
