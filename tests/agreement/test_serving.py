@@ -205,6 +205,7 @@ def test_plans_without_workers_of_one_rank_are_refused(settings, ranks, words):
         (["precision=float16"], "set precision=bfloat16 or float32"),
         (["optimizer.lr=find"], "find the rate with agreement=mean"),
         (["ema.decay=0.9"], "leave ema out"),
+        (["log.timeline=true"], "log.timeline draws"),
         (["model.freeze=[first]", "model.unfreeze={1: first}"], "model.unfreeze=.*leave it out"),
         (["log.predict=true"], "plan steps that all ranks make together"),
         (["guard.non_finite=skip"], "guard.non_finite=skip judges steps of all ranks"),
@@ -215,6 +216,12 @@ def test_recipes_that_need_ranks_in_step_are_refused(settings, words):
     check_recipe(read_config(DIGITS, [*SMALL, *settings]))  # of other agreements it says nothing
     with pytest.raises(ValueError, match=words):
         check_recipe(config_of(["agreement={name: server}", *settings]))
+
+
+def test_planted_faults_are_refused(monkeypatch):
+    monkeypatch.setenv("WIDEFIELD_FAULTS", "rank=0 step=1 phase=forward kind=kill")
+    with pytest.raises(ValueError, match="unset it, and kill a rank by hand"):
+        check_recipe(config_of(["agreement=server"]))
 
 
 def test_objects_of_a_program_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import nn
 
 from widefield.config import GuardConfig, RunConfig
@@ -52,6 +54,13 @@ def _of_steps(config: RunConfig) -> str | None:
         return (
             f"model.unfreeze={config.model.unfreeze} changes between steps what learns and under {_NAME} workers are in "
             "several steps at once; leave it out (model.freeze stays)"
+        )
+    if config.log.timeline:
+        return f"log.timeline draws what each rank does in a step of all, which {_NAME} has none of; leave it out"
+    if os.environ.get("WIDEFIELD_FAULTS"):
+        return (
+            f"WIDEFIELD_FAULTS plants faults in steps of all ranks, which {_NAME} has none of; unset it, and kill a rank by hand "
+            "to see what happens"
         )
     if config.mesh.auto or config.log.predict:
         return f"mesh.auto and log.predict plan steps that all ranks make together, which {_NAME} has none of; leave them out"
