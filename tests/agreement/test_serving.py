@@ -220,7 +220,7 @@ def test_recipes_that_need_ranks_in_step_are_refused(settings, words):
 
 def test_planted_faults_are_refused(monkeypatch):
     monkeypatch.setenv("WIDEFIELD_FAULTS", "rank=0 step=1 phase=forward kind=kill")
-    with pytest.raises(ValueError, match="unset it, and kill a rank by hand"):
+    with pytest.raises(ValueError, match="unset it, and kill a rank by hand to see"):
         check_recipe(config_of(["agreement=server"]))
 
 

@@ -59,8 +59,8 @@ def _of_steps(config: RunConfig) -> str | None:
         return f"log.timeline draws what each rank does in a step of all, which {_NAME} has none of; leave it out"
     if os.environ.get("WIDEFIELD_FAULTS"):
         return (
-            f"WIDEFIELD_FAULTS plants faults in steps of all ranks, which {_NAME} has none of; unset it, and kill a rank by hand "
-            "to see what happens"
+            f"WIDEFIELD_FAULTS plants faults in steps of all ranks, which {_NAME} has none of; unset it, and kill a rank by "
+            "hand to see what happens"
         )
     if config.mesh.auto or config.log.predict:
         return f"mesh.auto and log.predict plan steps that all ranks make together, which {_NAME} has none of; leave them out"
