@@ -40,6 +40,8 @@ T = TypeVar("T")
 _watches = itertools.count()
 _FLAG = "some rank's step does not end"
 _SAMPLE_SECONDS = 0.1
+_SAMPLES = 20
+"""Of a look at who is slow, at least."""
 _ANSWER_SECONDS = 1.0
 """How long an answer of the store may take before the watch looks whether anything else still changes."""
 _FROZEN_SECONDS = 2.0
@@ -93,6 +95,7 @@ class StallWatch:
         self._prints: Fingerprints | None = None
         self._beat, self._longest, self._said, self._flagged = 0, 0.0, 0.0, False
         self._pause = min(1.0, seconds / 10, (hang_seconds or 10.0) / 10)
+        self._share_seconds = min(10.0, seconds / 6)
         self._track: Any = None
         self._changed = time.monotonic()
         self._advance: Any = None
@@ -146,7 +149,7 @@ class StallWatch:
 
     def _watch(self) -> None:
         step, last, looked = -1, 0.0, 0.0
-        while not self._over.wait(min(_SAMPLE_SECONDS, self._pause)):
+        while not self._over.wait(min(_SAMPLE_SECONDS, self._pause, self._share_seconds / _SAMPLES)):
             done, since = self._at()
             self._times.add(doing_of(self._frame(), self._main.native_id), in_step=since is not None)
             taken = 0.0 if since is None else time.perf_counter() - since
@@ -238,7 +241,7 @@ class StallWatch:
 
     def _share_times(self, step: int) -> None:
         """Every now and then, write where this rank's time went; the first rank says who is slow."""
-        if not self._times.is_due(step, min(10.0, self._seconds / 6)):
+        if not self._times.is_due(step, self._share_seconds):
             return
         text = json.dumps(asdict(self._times.spent(step)))
         self._asked(lambda: self._store.set(f"times/{self._mesh.rank}", text))
