@@ -39,9 +39,8 @@ from widefield.private_torch.process_groups import c10d_world, get_default_store
 T = TypeVar("T")
 _watches = itertools.count()
 _FLAG = "some rank's step does not end"
-_SAMPLE_SECONDS = 0.1
-_SAMPLES = 20
-"""Of a look at who is slow, at least."""
+_SAMPLE_SECONDS = (0.05, 0.1)
+"""The shorter one where a rank is called slow after less than two seconds."""
 _ANSWER_SECONDS = 1.0
 """How long an answer of the store may take before the watch looks whether anything else still changes."""
 _FROZEN_SECONDS = 2.0
@@ -96,6 +95,7 @@ class StallWatch:
         self._beat, self._longest, self._said, self._flagged = 0, 0.0, 0.0, False
         self._pause = min(1.0, seconds / 10, (hang_seconds or 10.0) / 10)
         self._share_seconds = min(10.0, seconds / 6)
+        self._sample_seconds = min(_SAMPLE_SECONDS[self._share_seconds >= 2.0], self._pause)
         self._track: Any = None
         self._changed = time.monotonic()
         self._advance: Any = None
@@ -149,7 +149,7 @@ class StallWatch:
 
     def _watch(self) -> None:
         step, last, looked = -1, 0.0, 0.0
-        while not self._over.wait(min(_SAMPLE_SECONDS, self._pause, self._share_seconds / _SAMPLES)):
+        while not self._over.wait(self._sample_seconds):
             done, since = self._at()
             self._times.add(doing_of(self._frame(), self._main.native_id), in_step=since is not None)
             taken = 0.0 if since is None else time.perf_counter() - since
