@@ -18,6 +18,7 @@ from widefield.config import StreamConfig
 from widefield.losses import Targets, build
 from widefield.plans import Plan
 from widefield.training.assemble import assemble, learner_of
+from widefield.training.example_pass import trial_step
 
 SMALL = [
     "data.options.size=[47, 36]", "data.options.pages=[6, 5]", "data.workers=0", "data.batch_size=3", "precision=float64",
@@ -88,7 +89,7 @@ def test_the_network_is_no_part_of_the_model_and_stays_as_it_is(weights):
     parts = assemble(RECIPE.config(*asked(weights)), Mesh(ALONE, World(), torch.device("cpu")))
     learner, _ = learner_of(parts)
     assert not any("features" in name for name in learner.model.state_dict())
-    learner.trial_step().backward()
+    trial_step(learner).backward()
     own = {"network": "backbones:features_of_one_channel", "mean": [0.0], "std": [1.0]}
     loss = build("perceptual", Targets("image", 1), own)
     of_loss = next(cell.cell_contents for cell in loss.each.__closure__ if hasattr(cell.cell_contents, "module"))

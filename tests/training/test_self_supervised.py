@@ -17,6 +17,7 @@ from widefield.planner.emulation import emulated_step, stand_in_data
 from widefield.plans import Plan
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.evaluation import Evaluation
+from widefield.training.example_pass import trial_step
 
 CPU = torch.device("cpu")
 SMALL = ["data.workers=0", "data.batch_size=5", "data.evaluate_batch_size=64", "precision=float64",
@@ -176,7 +177,7 @@ def test_a_step_is_emulated_without_data(space):
 def test_what_does_not_fit_is_refused_before_the_first_step(settings, error, told):
     config = RECIPE.config(*settings)
     with pytest.raises(error, match=told):
-        learner_of(assemble(config, Mesh(Plan(stage=config.mesh.stage), World(), CPU)))[0].trial_step()
+        trial_step(learner_of(assemble(config, Mesh(Plan(stage=config.mesh.stage), World(), CPU)))[0])
 
 
 def test_views_of_two_sizes_are_refused():
