@@ -51,21 +51,17 @@ def replica_mesh(mesh: Mesh) -> Mesh:
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that hold the same part of so many replicas.  size: how many; group: None where this rank is alone."""
+    """The ranks that hold the same part of some replicas, in the order of these."""
 
-    size: int
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce: the sum of `tensor` over the peers, in place."""
-        if self.group is not None:
-            dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def exchanged(self, own: Tensor, *, hears: Sequence[int], hearers: Sequence[int]) -> list[Tensor]:
         """What the peers `hears` sent, each like `own`, which is sent to `hearers`.  Both: places in the group, from 0."""
-        if self.group is None:
-            return []
         heard = [torch.empty_like(own) for _ in hears]
         messages = [dist.P2POp(dist.isend, own, group=self.group, group_peer=one) for one in hearers]
         for place, one in zip(hears, heard, strict=True):
@@ -76,21 +72,14 @@ class Peers:
 
 
 def peers_of(mesh: Mesh, size: int) -> Peers:
-    """The peers of this rank in its group of `size` neighbouring replicas.  Every rank of `mesh` calls it.
-
-    ValueError: the replicas cannot be divided so.
-    """
-    replicas, each = mesh.plan.replicate, mesh.size // mesh.plan.replicate
-    if size < 1 or replicas % size:
-        raise ValueError(f"groups of {size} replicas cannot be made of {replicas}; take a divisor of {replicas}")
-    if size == 1:
-        return Peers(1, None)
+    """The peers of this rank in its group of `size` neighbouring replicas, a divisor of all.  Every rank of `mesh` calls it."""
+    each = mesh.size // mesh.plan.replicate
     firsts = range(0, mesh.size, size * each)
     group = process_groups.group_among(
         [list(range(first + place, first + size * each, each)) for first in firsts for place in range(each)]
     )
     mesh.further.append(group)
-    return Peers(size, group)
+    return Peers(group)
 
 
 def alone_on(mesh: Mesh) -> Mesh:

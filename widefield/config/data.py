@@ -82,6 +82,11 @@ class DataConfig(Section):
         return self.batch_size
 
     @property
+    def cut_multiple(self) -> int:
+        """A batch is cut at multiples of this: mixup and cutmix mix pairs, which stay on one rank."""
+        return 2 if self.mixup > 0 or self.cutmix > 0 else 1
+
+    @property
     def batch_if_known(self) -> int | None:
         """`batch_size`, or None where it is to be found."""
         return None if isinstance(self.batch_size, str) else self.batch_size

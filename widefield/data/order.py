@@ -115,6 +115,27 @@ def repeats_in(order: Tensor) -> Tensor:
     return found
 
 
+@dataclass(frozen=True)
+class EpochOrder:
+    """The images of an epoch by position, see `order_of`, and how often each was drawn before, see `repeats_in`."""
+
+    epoch: int
+    order: Tensor
+    repeats: Tensor
+
+    @classmethod
+    def of(
+        cls, seed: int, epoch: int, samples: int, weights: Tensor | None = None, blocks: ShuffleBlocks | None = None
+    ) -> EpochOrder:
+        """As `order_of`."""
+        order = order_of(seed, epoch, samples, weights, blocks)
+        return cls(epoch, order, torch.zeros_like(order) if weights is None else repeats_in(order))
+
+    def keys(self, part: Interval) -> list[Key]:
+        """The samples at some positions."""
+        return [Key(self.epoch, at, int(self.order[at]), repeat=int(self.repeats[at])) for at in part]
+
+
 def share_of(positions: Interval, *, rank: int, ranks: int, passes: int, multiple: int) -> list[Interval]:
     """The positions of a step that `rank` reads, one interval per pass; some may be empty.
 
@@ -161,17 +182,16 @@ class TrainSampler(Sampler[list[Key]]):
         return (self.last - self.first) * self.share["passes"]
 
     def __iter__(self) -> Iterator[list[Key]]:
-        epoch, order, repeats = -1, torch.empty(0), torch.empty(0)
+        found = EpochOrder(-1, torch.empty(0), torch.empty(0))
         for step in range(self.first, self.last):
-            if self.steps.epoch_of(step) != epoch:
-                epoch = self.steps.epoch_of(step)
-                order = order_of(self.seed, epoch, self.steps.samples, self.weights, self.blocks)
-                repeats = torch.zeros_like(order) if self.weights is None else repeats_in(order)
+            epoch = self.steps.epoch_of(step)
+            if epoch != found.epoch:
+                found = EpochOrder.of(self.seed, epoch, self.steps.samples, self.weights, self.blocks)
             positions = self.steps.positions(step)
             wholes = _parts(positions, self.share["passes"], self.share["multiple"])
             for part, whole in zip(share_of(positions, **self.share), wholes, strict=True):
-                keys = [Key(epoch, at, int(order[at]), repeat=int(repeats[at])) for at in part]
-                dummy = [Key(epoch, positions.start, int(order[positions.start]), real=False)]
+                keys = found.keys(part)
+                dummy = [Key(epoch, positions.start, int(found.order[positions.start]), real=False)]
                 yield keys or (dummy if len(whole) else [])
 
 

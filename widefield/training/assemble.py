@@ -338,7 +338,6 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
     dummy_batch: the learner's; None reads one.
     """
     config, mesh = parts.config, parts.mesh
-    mixing = config.data.mixup > 0 or config.data.cutmix > 0
     sampler = TrainSampler(
         Steps(len(parts.dataset.train), config.data.batch),
         seed=config.seed,
@@ -347,7 +346,7 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
         rank=mesh.copy,
         ranks=mesh.copies,
         passes=config.gradient.accumulate,
-        multiple=2 if mixing else 1,  # mixup and cutmix mix pairs, which stay on one rank
+        multiple=config.data.cut_multiple,
         weights=sample_weights_of(config, parts.dataset, mesh, labels=parts.dataset.labels),
         blocks=getattr(parts.dataset.train, "blocks", None),
     )

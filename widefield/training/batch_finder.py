@@ -107,9 +107,8 @@ def candidates(parts: Parts) -> Iterator[int]:
 def smallest_batch(parts: Parts) -> int:
     """The batch with one sample for each copy of the model, pass and micro-batch, or two where pairs are mixed."""
     config, plan = parts.config, parts.mesh.plan
-    each = 2 if config.data.mixup > 0 or config.data.cutmix > 0 else 1  # as training_batches cuts
     micro_batches = (plan.pipeline.micro_batches or 1) if plan.stage > 1 else 1
-    return each * parts.mesh.copies * config.gradient.accumulate * micro_batches
+    return config.data.cut_multiple * parts.mesh.copies * config.gradient.accumulate * micro_batches
 
 
 # ---------------------------------------------------------------------------------------------- one candidate

@@ -1,7 +1,7 @@
 """Replicas that average with a few others after every step, see widefield/agreement/gossip.py.
 
 After its step a replica sends what it has to those that hear it, and takes its row of the mixing matrix.  Messages are between
-two ranks; no rank waits for more than those it hears.  Where rows do not sum to 1, as on edges of one's own, what is mixed are
+two ranks, and a mix waits for those it hears alone.  Where rows do not sum to 1, as on edges of one's own, what is mixed are
 values and a mass, and the weights are value / mass (push-sum).
 """
 

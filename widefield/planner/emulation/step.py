@@ -90,7 +90,7 @@ def _rows(parts: Parts) -> list[int]:
     sampler = TrainSampler(
         Steps(2 * config.data.batch, config.data.batch),
         seed=0, first=0, last=1, rank=mesh.copy, ranks=mesh.copies, passes=config.gradient.accumulate,
-        multiple=2 if config.data.mixup > 0 or config.data.cutmix > 0 else 1,
+        multiple=config.data.cut_multiple,
     )  # fmt: skip
     return [len(keys) if keys and keys[0].real else 0 for keys in islice(iter(sampler), config.gradient.accumulate)]
 
