@@ -343,7 +343,7 @@ def _begin(
     record: Record, parts: Parts, learner: Learner, reasons: list[str], prediction: Mapping[str, Any], *, last: int
 ) -> None:
     """Print what is about to run, with the reasons of chosen values, and write the record's start line."""
-    mesh, steps, dataset = parts.mesh, learner.steps, parts.dataset
+    mesh, steps, dataset = parts.mesh.of_all or parts.mesh, learner.steps, parts.dataset  # a server is one of all ranks
     whole = sharded_state.shapes(learner.model)
     parameters = sum(math.prod(whole[name]) for name, _ in learner.model.named_parameters())
     record.say(

@@ -84,4 +84,4 @@ def peers_of(mesh: Mesh, size: int) -> Peers:
 
 def alone_on(mesh: Mesh) -> Mesh:
     """The mesh of a run of one rank, on the device of this one, which shares its machine with as many."""
-    return Mesh(Plan(), World(local_size=mesh.world.local_size, launcher=mesh.world.launcher), mesh.device)
+    return Mesh(Plan(), World(local_size=mesh.world.local_size, launcher=mesh.world.launcher), mesh.device, of_all=mesh)
