@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -187,10 +188,17 @@ def test_the_bytes_of_all_messages_are_those_of_the_formula(runs):
 SLOW = [*SMALL, "model.name=agreement.nets:Slow", "schedule.length=1ep", "data.batch_size=36", "checkpoint.every=7step"]
 
 
+@pytest.fixture
+def _own_code(monkeypatch):
+    """The command's processes find `agreement.nets` in this folder's parent, as this process does."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+
+
 def command_of(folder, *further):
     return ["train", DIGITS, "--run", folder, *SLOW, "mesh.replicate=4", "agreement={name: server}", *further]
 
 
+@pytest.mark.usefixtures("_own_code")
 def test_training_goes_on_when_a_worker_is_killed(tmp_path):
     process = start_command(*command_of(tmp_path / "run"))
     wait_for_step(process, tmp_path / "run", 5)
@@ -206,6 +214,7 @@ def test_training_goes_on_when_a_worker_is_killed(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("_own_code")
 def test_a_killed_server_ends_the_run_which_goes_on_by_the_same_command(tmp_path):
     process = start_command(*command_of(tmp_path / "run"))
     wait_for_step(process, tmp_path / "run", 16)
@@ -218,6 +227,7 @@ def test_a_killed_server_ends_the_run_which_goes_on_by_the_same_command(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("_own_code")
 def test_a_run_all_of_whose_workers_were_killed_goes_on_with_fewer(tmp_path):
     process = start_command(*command_of(tmp_path / "run"))
     wait_for_step(process, tmp_path / "run", 16)

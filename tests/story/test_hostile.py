@@ -371,7 +371,7 @@ def test_a_users_own_code_is_trained_resumed_evaluated_and_asked(tmp_path, monke
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
 def test_ranks_that_are_started_for_a_trusted_folder_trust_it_too(verb, run, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(local, "start", lambda ranks, arguments, forked, restarts: started.append((ranks, arguments)) or 0)
+    monkeypatch.setattr(local, "start", lambda ranks, arguments, **_: started.append((ranks, arguments)) or 0)
     arguments = [verb, *([run / "config.yaml", "--run", run.parent / "other"] if verb == "train" else [run])]
     for trust in ([], ["--trust"]):
         said(capsys, *arguments, "mesh.replicate=2", *trust, status=0)
