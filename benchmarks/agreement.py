@@ -2,9 +2,9 @@
 
 Each setting trains the digits recipe by the command, from the same weights and in the same order of samples, with
 batch_norm=averaged: `--workers` ranks that compute gradients and, with a server, one rank more.  It is evaluated as a run is at
-its end, on all held-out images.  Told is the difference in top-1 from data-parallel training, in points, with the interval of the
-mean over seeds at 95 % (Student's t).  Runs of a server depend on the times at which gradients come, so that they differ a
-little from one to the next.
+its end, on all held-out images.  Told is the difference in top-1 from data-parallel training, in points, with the interval of
+the mean over seeds at 95 % (Student's t).  Runs of a server depend on the times at which gradients come, so that they differ
+a little from one to the next.
 
     python benchmarks/agreement.py [--workers 4] [--seeds 5] [--epochs 20] [--only local_sgd,gossip] [--save]
 """
