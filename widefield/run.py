@@ -45,6 +45,7 @@ from widefield.training.out_of_memory import FullMemoryError, advice, full_memor
 from widefield.training.passes import Passes
 from widefield.training.planned import read_planned
 from widefield.training.record import Record
+from widefield.training.replicas_trainer import ReplicasTrainer
 from widefield.training.resume import resume
 from widefield.training.run_folder import check_fresh, claim, stored_dataset, with_batch_of_run, write_config
 from widefield.training.state import load_random_state
@@ -110,7 +111,7 @@ def _train(
     stack: ExitStack,
     given: Given,
     why_mesh: list[str],
-    trains: Callable[..., Trainer] = Trainer,
+    trains: Callable[..., Trainer] | None = None,
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
     stop = mesh.gather_objects(stop_that_stands(folder) if mesh.is_main else None)[0]
@@ -158,6 +159,7 @@ def _train(
         stack.enter_context(Heartbeat(record, learner, passes, last=last, stream=sys.stdout.fileno))
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last: all of the above may draw
     guarding = Guarding(learner, folder, checkpoints, record, parts.dataset.train, batches_from)
+    trains = trains or (Trainer if learner.replicas is None else ReplicasTrainer)
     trainer = trains(config, folder, parts, learner, checkpoints, record, last, warnings, guarding)
     return _fit(trainer, passes, interrupt)
 

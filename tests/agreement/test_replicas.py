@@ -74,7 +74,7 @@ def trained(mesh, settings, steps=STEPS):
         found = evaluate_parts(parts, model)
     assert full_of(learner.model, learner.replica).keys() == own.keys()
     assert all(torch.equal(one, own[name]) for name, one in full_of(learner.model, learner.replica).items())
-    told = [(one.step, one.replicas, one.distance) for one in learner.replicas.told]
+    told = [(one.step, one.replicas, one.distance) for one in learner.replicas.averages()]
     return {"losses": losses, "own": own, "mean": mean, "loss": found.loss, "told": told}
 
 

@@ -34,7 +34,7 @@ from widefield.comm.devices import passes_the_host
 from widefield.comm.fingerprints import RanksDifferError
 from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.mesh import AgreedError, Mesh
-from widefield.comm.stand import TORCH, line_in_words, place_of
+from widefield.comm.stand import TORCH, frames_of_threads, line_in_words, place_of
 from widefield.private_torch.process_groups import abort, c10d_world, get_default_store
 from widefield.refusal import FOLLOWED, is_ours
 
@@ -227,7 +227,7 @@ class FailureWatch:
         leave_seconds = LEAVE_SECONDS if not hangs else HUNG_LEAVE_SECONDS if self._mesh.is_main else 0.0
         if self._over.wait(leave_seconds):
             return
-        place = place_of(sys._current_frames().get(self._main or 0))
+        place = place_of(frames_of_threads().get(self._main or 0))
         with contextlib.suppress(Exception):  # the main thread may just be closing what this writes to; the end must come
             self.stuck(text)
         print(

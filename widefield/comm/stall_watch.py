@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import json
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ from widefield.comm.fingerprints import Fingerprints, is_possible
 from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.mesh import Mesh
 from widefield.comm.message_tally import MessageTally, counted
-from widefield.comm.stand import DOINGS, Doing, Stand, doing_of, is_waiting, place_of, track_of
+from widefield.comm.stand import DOINGS, Doing, Stand, doing_of, frames_of_threads, is_waiting, place_of, track_of
 from widefield.comm.verdict import Spent, missing, sentence, stragglers, stragglers_in_words
 from widefield.private_torch.process_groups import c10d_world, get_default_store, sequence_number
 
@@ -254,7 +253,7 @@ class StallWatch:
     # ------------------------------------------------------------------------------------------ this rank
 
     def _frame(self) -> Any:
-        return sys._current_frames().get(self._main.ident or 0)
+        return frames_of_threads().get(self._main.ident or 0)
 
     def _idle(self, step: int) -> float:
         """For how many seconds nothing has changed on this rank: its line, its messages, its steps, its saving thread.
@@ -262,7 +261,7 @@ class StallWatch:
         Where only lines change for longer than a step may take, what is above that.
         """
         saving = next((thread.ident for thread in threading.enumerate() if thread.name == "checkpoint"), None)
-        frames = sys._current_frames()
+        frames = frames_of_threads()
         tracks = (track_of(frames.get(self._main.ident or 0)), track_of(frames.get(saving or 0)))
         advance = (step, self._at()[1], self._within(), self._collectives(), self._tally.posted)
         now = time.monotonic()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -129,11 +132,37 @@ def track_of(frame: FrameType | None) -> int:
     return hash(tuple((id(one.f_code), one.f_lasti) for one in _frames(frame))) if frame is not None else 0
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by the thread's `ident`."""
+    with _without_collection():
+        return sys._current_frames()
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
     """A frame and its callers, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    found: list[FrameType] = []
+    with _without_collection():
+        while frame is not None:
+            found.append(frame)
+            frame = frame.f_back
+    return found
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Inside, no garbage is collected, where reading another thread's frame could begin that.
+
+    Before Python 3.12 a frame is made an object as it is read, and to allocate one may collect garbage, whose finalizers may
+    let the other thread go on.  When that has left the frame meanwhile, the object is of memory that is something else by then.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _inner(frame: FrameType) -> FrameType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -73,3 +74,11 @@ class Batch:
     def pin_memory(self) -> Batch:
         tensors = {name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
+
+
+def chained(order: str, passes: Sequence[Batch]) -> str:
+    """A SHA-256 chain over the numbers of images, `order`, with those of a further step."""
+    digest = hashlib.sha256(order.encode())
+    for batch in passes:
+        digest.update(batch.index[: batch.samples].numpy().tobytes())
+    return digest.hexdigest()

@@ -44,6 +44,10 @@ class Abandonable:
         mesh = self._learner.mesh
         if mesh.size > 1 and self._passes > 1:
             seconds = float(mesh.sum_(torch.tensor(seconds, dtype=torch.float64, device=mesh.device))) / mesh.size
+        self.end_on_average(seconds)
+
+    def end_on_average(self, seconds: float) -> None:
+        """Steps are done that took so many seconds on average, the same number on every rank."""
         self._is_slow = seconds > SLOW_SECONDS
 
     def undo(self) -> None:

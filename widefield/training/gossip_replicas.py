@@ -18,7 +18,7 @@ from widefield.comm.collectives import runs_of
 from widefield.comm.mesh import Mesh
 from widefield.config.agreement import AgreementConfig
 from widefield.sharded_state import opened
-from widefield.training.replicas import MESSAGE_BYTES, Averaged, Named, Replicas, copies
+from widefield.training.replicas import MESSAGE_BYTES, Named, Replicas, copies
 
 
 def graph_of(asked: AgreementConfig, replicas: int) -> MixingGraph:
@@ -100,7 +100,7 @@ class GossipReplicas(Replicas):
         if self._step == self._told_step:
             return
         self._told_step = self._step
-        self.told.append(Averaged(self._step, self.mesh.plan.replicate, self._distance(means), self._sent))
+        self._note(self._step, self.mesh.plan.replicate, means, self._sent)
         self._sent = 0
 
     def further_state(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     for each step:
         passes <- this rank's batches of the step, from the loader
         for each pass:  loss_sum <- task's loss of the model's output;  backward of loss_sum * copies / nominal count
-        all ranks add up [loss_sum, count, problem, stop] while the last backward runs
+        all ranks add up [loss_sum, count, problem, stop] while the last backward runs (replicas: see step_reports.py)
         a problem: raise on every rank, weights untouched
         all ranks add up the squared norms of their gradients;  the guard looks at loss and norm: stop, skip or roll back
         gradients -> clip -> optimizer -> average;  record
@@ -26,7 +26,6 @@ pass; passes weigh as many samples as they have.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -42,8 +41,8 @@ from torch.optim.swa_utils import AveragedModel
 from widefield import sharded_state
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
+from widefield.data.batch import Batch, chained
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch
 from widefield.data.order import Steps
 from widefield.data.transforms import seed_of
 from widefield.losses import widened
@@ -63,6 +62,7 @@ from widefield.training.heads import has_heads, loss_of_heads
 from widefield.training.reads import Reads
 from widefield.training.replicas import Replicas
 from widefield.training.schedule import Schedule
+from widefield.training.step_reports import StepReports, nothing_counted
 from widefield.training.turns import Turn, drop_gradients_of_others, learning, loss_of_turn, members_named, turns_of
 
 __all__ = ["Learner", "NonFiniteLossError", "RollBack"]
@@ -113,6 +113,8 @@ class Learner:
     """Looks at each step before the optimizer steps."""
     replicas: Replicas | None = None
     """Where copies of the model take steps of their own, this rank's among them."""
+    reports: StepReports | None = None
+    """Where these tell each other of their steps later; see step_reports.py."""
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -122,6 +124,11 @@ class Learner:
     def replica(self) -> Mesh:
         """The ranks that make each step together: all, or those of this replica."""
         return self.mesh if self.replicas is None else self.replicas.replica
+
+    @property
+    def together(self) -> Mesh:
+        """The ranks that add up the loss of each step: all, or those of this replica."""
+        return self.mesh if self.reports is None else self.replica
 
     @property
     def seed_of_rank(self) -> int:
@@ -148,6 +155,7 @@ class Learner:
     def learn(self, passes: list[Batch], *, stop: bool) -> tuple[float, bool]:
         """One optimizer step on this rank's passes.  Returns the mean loss of the whole batch, and whether any rank has `stop`.
 
+        With `reports` both are of this replica, and so are the errors, which the next exchange raises.
         A step that the guard skips changes nothing but the counts.
         On every rank, with the weights unchanged: AgreedError, a rank could not read its data; RefusedStepError, which is
         NonFiniteLossError of NaN and Inf, and RollBack, as the guard says.
@@ -158,11 +166,14 @@ class Learner:
         self.freezing.begin_step(self.model, self._epochs_done)
         turns, self.losses = turns_of(self.task, self.step), {}
         loss, wants_to_stop, is_taken = 0.0, False, False
-        for number, member in enumerate(turns):
-            with learning(self.model, member, self.replica.plan):
-                mean, stops, took = self._turn(Turn(member, turns[:number], self.step, self.scaler_of(member)), passes, stop)
-            self.losses |= {member: mean} if member else {}
-            loss, wants_to_stop, is_taken = loss + mean, wants_to_stop or stops, is_taken or took
+        with nullcontext() if self.reports is None else self.reports.catching(self.step + 1, passes, self.buffers(), self.undo):
+            for number, member in enumerate(turns if self.reports is None or self.reports.held is None else ()):
+                with learning(self.model, member, self.replica.plan):
+                    mean, stops, took = self._turn(
+                        Turn(member, turns[:number], self.step, self.scaler_of(member)), passes, stop
+                    )
+                self.losses |= {member: mean} if member else {}
+                loss, wants_to_stop, is_taken = loss + mean, wants_to_stop or stops, is_taken or took
         if self.replicas is not None:
             self.replicas.after_step(self.step + 1, self.lr_now())
         if self.ema is not None and is_taken:
@@ -174,15 +185,19 @@ class Learner:
         """Forward and backward of all passes, and an update.  Returns the mean loss, who stops, and whether it was taken."""
         nominal = len(self.steps.positions(self.step)) * self.losses_per_image(self.dummy_batch)
         self.optimizer.zero_grad(set_to_none=True)
-        before = {name: buffer.clone() for name, buffer in self._buffers()} if self.guard.may_skip else {}
+        before = {name: buffer.clone() for name, buffer in self.buffers()} if self.guard.may_skip else {}
         with nullcontext() if turn.after else self.in_passes():  # after an update a step can no longer be given up
             loss_sum, count, own_count, wants_to_stop = self._gradients(turn, passes, stop, nominal)
-        self._check(count)
+        if self.reports is not None:
+            self.reports.sums.append((loss_sum, count))
+        elif count == 0:
+            raise AgreedError(nothing_counted(self.step + 1))
         self.freezing.drop_gradients(self.model, self._epochs_done)
         drop_gradients_of_others(self.model, turn.member)
         # of the copies that step together; a replica without a sample leaves out the step
         scale = nominal * self.replica.copies / self.mesh.copies / own_count if own_count else 0.0
-        is_taken = self._is_taken(turn, loss_sum / count, passes, scale=scale)
+        loss = loss_sum / count if count else 0.0
+        is_taken = self._is_taken(turn, loss, passes, scale=scale)
         if is_taken:
             self.before_update()
             if own_count:
@@ -190,8 +205,8 @@ class Learner:
             if self.replicas is not None and not turn.after:
                 self.replicas.count += own_count
         else:
-            self._undo(before)
-        return loss_sum / count, wants_to_stop, is_taken
+            self.undo(before)
+        return loss, wants_to_stop, is_taken
 
     @property
     def _epochs_done(self) -> int:
@@ -205,18 +220,18 @@ class Learner:
         """Count the samples of a step as seen."""
         self.reads.add(passes, epochs=Fraction(len(self.steps.positions(self.step)), self.steps.samples))
         self.step += 1
-        self.order = _chained(self.order, passes)
+        self.order = chained(self.order, passes)
         if self.mesh.is_first_of_copy:
             self.skipped += [name for batch in passes for name in batch.skipped]
 
-    def _buffers(self) -> list[tuple[str, Tensor]]:
+    def buffers(self) -> list[tuple[str, Tensor]]:
         """Those that this rank has: running statistics, and others that a pass may change."""
         return [(name, buffer) for name, buffer in self.model.named_buffers() if not buffer.is_meta]
 
     @torch.no_grad()
-    def _undo(self, before: dict[str, Tensor]) -> None:
+    def undo(self, before: dict[str, Tensor]) -> None:
         """Leave nothing of a step that is skipped: its running statistics may be NaN."""
-        for name, buffer in self._buffers():
+        for name, buffer in self.buffers():
             buffer.copy_(before[name])
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -226,7 +241,7 @@ class Learner:
         if refusal is None:
             return True
         own = [int(i) for batch in passes if batch.samples and self.mesh.is_first_of_copy for i in batch.index]
-        index = [index for part in self.mesh.gather_objects(own) for index in part]
+        index = [index for part in self.together.gather_objects(own) for index in part]
         refusal = replace(refusal, index=index, member=turn.member, after=turn.after)
         if refusal.action == "stop":
             raise refused(refusal)
@@ -239,14 +254,14 @@ class Learner:
     def _gradient_norm(self, scaler: torch.amp.GradScaler, scale: float) -> float | None:
         """The norm of the whole gradient as it would be stepped, before it is clipped, the same on every rank.
 
-        Of replicas that step apart, the root of the mean square of their norms.
+        Of replicas that count steps together, the root of the mean square of their norms.
         None where the guard does not look at it, and where float16's scaler leaves out the step by itself.
         """
         if not self.guard.config.gradient:
             return None
         named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         own = sharded_state.square_norm(self.model, self.mesh, named) * scale**2
-        square = self.mesh.start_sum(own)()[0] / self.mesh.size
+        square = self.together.start_sum(own)()[0] / self.together.size
         if not scaler.is_enabled():
             return square**0.5 if square >= 0 else math.nan
         norm = square**0.5 / scaler.get_scale()
@@ -267,7 +282,7 @@ class Learner:
         return None if members_named(self.task) else getattr(self.task, "finish", None)
 
     def _gradients(self, turn: Turn, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, float, bool]:
-        """Run every pass.  Returns sums over ranks: the loss, its count, the count of this replica; and whether to stop."""
+        """Run every pass.  Returns sums over `together`, the loss and its count; the count of this replica; whether to stop."""
         own = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         totals: list[Callable[[], list[float]]] = []
 
@@ -276,8 +291,9 @@ class Learner:
                 own[0] += loss if self._finish is None else loss / self.replica.copies  # every copy has the loss of all
                 own[1] += count
             if last:
-                of_replica = None if self.replicas is None else self.replica.start_sum(own[1:].clone())
-                totals.extend([self._start_total(own, passes, stop), *([] if of_replica is None else [of_replica])])
+                totals.append(self._start_total(own, passes, stop))
+                if self.together is not self.replica:
+                    totals.append(self.replica.start_sum(own[1:].clone()))
 
         for number, batch in enumerate(passes):
             last, self.pass_number = number == len(passes) - 1, number + 1
@@ -292,7 +308,7 @@ class Learner:
         loss_sum, count, problems, stops = totals[0]()
         own_count = count if len(totals) == 1 else totals[1]()[0]
         if problems:
-            self.mesh.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
+            self.together.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
         return loss_sum, count, own_count, stops > 0
 
     def _pass(self, turn: Turn, batch: Batch, nominal: int, on_loss: Callable[[Tensor, int | Tensor], None]) -> None:
@@ -355,28 +371,17 @@ class Learner:
     def _start_total(self, own: Tensor, passes: list[Batch], stop: bool) -> Callable[[], list[float]]:
         problem = any(batch.problem is not None for batch in passes)
         rest = torch.tensor([float(problem), float(stop)], dtype=torch.float64).to(own.device, non_blocking=True)
-        return self.mesh.start_sum(torch.cat([own, rest]))
-
-    def _check(self, count: float) -> None:
-        if count == 0:
-            raise AgreedError(
-                f"no image of step {self.step + 1} could be read, or none has a pixel that counts, so there is nothing to "
-                "learn from; see data.path"
-            )
+        return self.together.start_sum(torch.cat([own, rest]))
 
     def _update(self, scaler: torch.amp.GradScaler, scale: float) -> None:
         """Scale and clip gradients, and step.  scale: nominal / actual count of losses."""
         if scale != 1.0:
-            foreach_mul_(self._local_gradients(), scale)
+            foreach_mul_([sharded_state.local(p.grad) for p in self._trained if p.grad is not None], scale)
         if self.config.optimizer.clip_norm is not None:
             scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.model, self.replica, self.config.optimizer.clip_norm)
         scaler.step(self.optimizer)
         scaler.update()
-
-    def _local_gradients(self) -> list[Tensor]:
-        """This rank's shard of every gradient, sharing its memory."""
-        return [sharded_state.local(p.grad) for p in self._trained if p.grad is not None]
 
     def is_finite(self) -> bool:
         """Whether all weights are finite, on all ranks.  Every rank calls it."""
@@ -386,10 +391,3 @@ class Learner:
         """Inside, replicas that step by themselves have the mean of all; see replicas.py."""
         averages = [] if self.ema is None else list(self.ema.module.parameters())
         return nullcontext() if self.replicas is None else self.replicas.consensus(averages, optimizer=optimizer)
-
-
-def _chained(order: str, passes: list[Batch]) -> str:
-    digest = hashlib.sha256(order.encode())
-    for batch in passes:
-        digest.update(batch.index[: batch.samples].numpy().tobytes())
-    return digest.hexdigest()

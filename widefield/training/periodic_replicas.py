@@ -14,7 +14,7 @@ from widefield.agreement.periodic import outer_step, slow_momentum_step
 from widefield.comm.mesh import Mesh
 from widefield.config.agreement import AgreementConfig
 from widefield.sharded_state import opened
-from widefield.training.replicas import Averaged, Named, Replicas, copies
+from widefield.training.replicas import Named, Replicas, copies
 
 
 def algorithm_of(config: AgreementConfig) -> PeriodicAveraging:
@@ -60,7 +60,7 @@ class PeriodicReplicas(Replicas):
             return
         means, sent = self._means([*weights.values(), *buffers.values()], size, share)
         of_weights = dict(zip(weights, means, strict=False))
-        self.told.append(Averaged(step, size, self._distance(of_weights), sent))
+        self._note(step, size, of_weights, sent)
         is_of_all = size == self.mesh.plan.replicate
         if is_of_all and self.algorithm.has_outer_step(step):
             of_weights = {name: self._stepped(name, mean, lr) for name, mean in of_weights.items()}

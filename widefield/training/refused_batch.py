@@ -59,10 +59,10 @@ def kept_steps(run: Path) -> list[int]:
 
 
 def write(run: Path, step: int, passes: Sequence[Batch], mesh: Mesh) -> Path:
-    """Write what this rank read for step `step`, counted from 1.  OSError: the disk refuses it."""
+    """Write what this rank read for step `step`, counted from 1, if anything.  OSError: the disk refuses it."""
     folder = folder_of(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    if mesh.is_first_of_tile:
+    if mesh.is_first_of_tile and passes:
         tensors = {f"{number}.{name}": value.contiguous() for number, batch in enumerate(passes) for name, value in _of(batch)}
         about = {"step": step, "copy": mesh.copy, "passes": [_plain(batch) for batch in passes]}
         path = folder / f"batch_{mesh.rank}.safetensors"

@@ -3,15 +3,15 @@
 Each replica has its part of every batch and takes optimizer steps of its own.  What is saved, evaluated and exported is the
 mean of all replicas; each goes on from its own weights, which a checkpoint keeps too.
 
-Ranks are in lock-step here: sums of losses, stops and evaluations are of all of them.  What is saved are the gradients of
-every step between replicas: these send weights, now and then or to a few.
+Between averages a replica sends nothing to others; what all have to know of its steps is told some steps later, see
+step_reports.py.  Evaluations and saves are of all together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Replicas:
 
     A way to agree is a subclass with an `after_step`; see periodic_replicas.py and gossip_replicas.py.
     count: the samples (or their pixels) that this replica has learned from since all last averaged.
-    told: the averages that no record has yet.  begin_anew: whether a checkpoint was of other replicas, whose mean was taken.
+    begin_anew: whether a checkpoint was of other replicas, whose mean was taken.
     """
 
     def __init__(self, mesh: Mesh, *, groups: Iterable[int] = ()) -> None:
@@ -53,7 +53,9 @@ class Replicas:
         self.mesh, self.replica = mesh, replica_mesh(mesh)
         self.number = mesh.rank // self.replica.size
         self._peers = {size: peers_of(mesh, size) for size in sorted({mesh.plan.replicate, *groups})}
-        self.count, self.told, self.begin_anew = 0.0, list[Averaged](), False
+        self.count, self.begin_anew = 0.0, False
+        self._untold: list[Averaged] = []
+        """Averages that nobody has asked for yet, with this rank's part of the squared distance in place of the distance."""
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Begin to train a parallelized model, from the weights that it has now, on all replicas the same."""
@@ -102,8 +104,19 @@ class Replicas:
             found |= {id(one): part.view(one.shape) for one, part in zip(run, parts, strict=True)}
         return [found[id(one)] for one in tensors], sent
 
-    def _distance(self, means: Mapping[str, Tensor]) -> float:
-        return float((self.mesh.sum_(square_distance(self.model, self.mesh, means)) / self.mesh.size).sqrt())
+    def _note(self, step: int, size: int, means: Mapping[str, Tensor], sent: int) -> None:
+        """Keep what there is to tell of an average over groups of `size`, whose means of the weights these are."""
+        self._untold.append(Averaged(step, size, square_distance(self.model, self.mesh, means).item(), sent))
+
+    def averages(self) -> list[Averaged]:
+        """Those since the last call.  Every rank calls it, and has the same."""
+        squares = torch.tensor([one.distance for one in self._untold], dtype=torch.float64, device=self.mesh.device)
+        totals = self.mesh.start_sum(squares)() if self._untold else []
+        found = [
+            replace(one, distance=(total / self.mesh.size) ** 0.5) for one, total in zip(self._untold, totals, strict=True)
+        ]
+        self._untold.clear()
+        return found
 
     def _weights(self) -> Named:
         """This rank's part of what is learned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -105,7 +105,6 @@ class Trainer:
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 with learner.consensus():
                     self._evaluate()
-                self._record_averages()
                 passes.skip_lap()
             due = due or self.ends_early
             if due or stopped:
@@ -185,15 +184,7 @@ class Trainer:
                 memory_bytes=peak_memory_bytes(self.mesh.device),
                 losses=self.learner.losses,
             )
-        self._record_averages()
         return times.seconds
-
-    def _record_averages(self) -> None:
-        """Write when replicas averaged their weights, and how far apart they were."""
-        told = [] if self.learner.replicas is None else self.learner.replicas.told
-        for one in told if self.record is not None else ():
-            self.record.note("average", **asdict(one))  # type: ignore[union-attr]
-        told.clear()
 
     def _record_saves(self) -> None:
         """Write the warnings of the thread that saves, and a completed save, into the record."""
