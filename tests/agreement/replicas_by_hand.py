@@ -41,6 +41,7 @@ class ByHand:
         self.optimizers = [self._optimizer(model) for model in self.models]
         self.counts = [0] * self.replicas
         self.agreed, self.outer = self.weights(0), Weights()
+        self.sent: list[tuple[Tensor, list[Weights], list[float]]] = []
         self.values, self.masses = [self._floating(number) for number in range(self.replicas)], [1.0] * self.replicas
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -104,11 +105,40 @@ class ByHand:
         for j in everyone:
             for name, one in new[j].items():
                 moved[j][name] = self.values[j][name] + one - self.values[j][name] / self.masses[j]
-        self.values = [{name: sum(matrix[i, j] * moved[j][name] for j in everyone) for name in new[0]} for i in everyone]
-        self.masses = (matrix @ torch.tensor(self.masses, dtype=torch.float64)).tolist()
+        self.sent.append((matrix, moved, self.masses))
+        if asked.delay:
+            self.values, self.masses = self._late_mix(asked.delay)
+        else:
+            self.values = [{name: sum(matrix[i, j] * moved[j][name] for j in everyone) for name in new[0]} for i in everyone]
+            self.masses = (matrix @ torch.tensor(self.masses, dtype=torch.float64)).tolist()
         for i in everyone:
             weights = {name: one / self.masses[i] for name, one in self.values[i].items()}
             self.models[i].load_state_dict(weights, strict=False)
+
+    def _late_mix(self, delay: int) -> tuple[list[Weights], list[float]]:
+        """Its own part of this mix, and what others sent for that of `delay` steps ago."""
+        everyone, (now, moved, masses) = range(self.replicas), self.sent[-1]
+        values = [{name: now[i, i] * one for name, one in moved[i].items()} for i in everyone]
+        mass = [float(now[i, i]) * masses[i] for i in everyone]
+        if len(self.sent) > delay:
+            then, sent, sent_masses = self.sent[-1 - delay]
+            pairs = [(i, j) for i in everyone for j in everyone if i != j]
+            values = [
+                {name: one + sum(then[i, j] * sent[j][name] for k, j in pairs if k == i) for name, one in values[i].items()}
+                for i in everyone
+            ]
+            mass = [mass[i] + sum(float(then[i, j]) * sent_masses[j] for k, j in pairs if k == i) for i in everyone]
+        return values, mass
+
+    def _on_its_way(self) -> Weights:
+        """The sum of the values that nobody has taken in yet."""
+        late = self.sent[-self.config.agreement.delay :] if self.config.agreement.delay else []
+        pairs = [(i, j) for i in range(self.replicas) for j in range(self.replicas) if i != j]
+        sums = {name: torch.zeros_like(one) for name, one in self.values[0].items()}
+        for matrix, sent, _ in late:
+            for i, j in pairs:
+                sums = {name: one + matrix[i, j] * sent[j][name] for name, one in sums.items()}
+        return sums
 
     def _agree(self, step: int) -> None:
         if self.config.agreement.name == "gossip":
@@ -159,8 +189,8 @@ class ByHand:
     def consensus(self) -> Weights:
         """What would be evaluated and exported now."""
         if self.config.agreement.name == "gossip":
-            total = sum(self.masses)
-            return {name: sum(one[name] for one in self.values) / total for name in self.values[0]}
+            late = self._on_its_way()
+            return {name: (sum(one[name] for one in self.values) + late[name]) / self.replicas for name in self.values[0]}
         return self._mean(range(self.replicas)) if any(self.counts) else self._mean_of_equals()
 
     def _mean_of_equals(self) -> Weights:

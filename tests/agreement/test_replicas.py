@@ -159,6 +159,10 @@ GOSSIP = {
     "one peer": ["agreement=gossip", "optimizer={name: adamw, lr: 0.01}", "ema.decay=0.5"],
     "and all": ["agreement={name: gossip, global_period: 2}"],
     "edges": ["agreement={name: gossip, edges: [[0,1],[1,2],[2,3],[3,0],[0,2]]}"],
+    "late ring": ["agreement={name: gossip, graph: ring, delay: 1}"],
+    "late one peer": ["agreement={name: gossip, delay: 2}", "optimizer={name: adamw, lr: 0.01}"],
+    "late edges": ["agreement={name: gossip, edges: [[0,1],[1,2],[2,3],[3,0],[0,2]], delay: 2}"],
+    "later than the run": ["agreement={name: gossip, graph: ring, delay: 9}"],
 }
 
 
@@ -179,7 +183,7 @@ def test_replicas_that_mix_with_a_few_have_the_numbers_of_plain_models_mixed_by_
         if not hand.config.ema:
             for key, value in hand.consensus().items():
                 torch.testing.assert_close(found[1][name]["mean"][key], value, rtol=1e-12, atol=1e-12)
-        assert (max(hand.masses) - min(hand.masses) > 0.1) == (name == "edges")
+        assert (max(hand.masses) - min(hand.masses) > 0.1) == ("edges" in name)
         assert [(step, size) for step, size, _ in found[0][name]["told"]] == [(STEPS, 4)] and found[0][name]["told"][0][2] > 0
 
 
@@ -296,6 +300,8 @@ def test_recipes_that_need_replicas_in_step_are_refused(settings, scales, words)
         ("{name: gossip, graph: ring, edges: [[0, 1], [1, 0]]}", "both say whom a copy hears"),
         ("{name: gossip, edges: [[1, 1]]}", r"edges has \[1, 1\]; write"),
         ("{name: local_sgd, graph: ring}", "graph is an option of gossip"),
+        ("{name: local_sgd, delay: 1}", "delay is an option of gossip"),
+        ("{name: gossip, delay: 1, global_period: 4}", "global_period=4 averages what all have and delay=1 leaves some"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(section, words):

@@ -31,6 +31,8 @@ SMALL = [
 ]  # fmt: skip
 LOCAL = ["agreement={name: local_sgd, period: 3}"]
 GOSSIP = ["agreement={name: gossip, graph: ring}"]
+LATE = ["agreement={name: gossip, graph: ring, delay: 2}", "model.name=resnet", "model.options={widths: [4, 6], blocks: 1}"]
+KINDS = {"local": LOCAL, "gossip": GOSSIP, "late": LATE}
 
 
 def config_of(settings):
@@ -64,18 +66,19 @@ def bad_from(step, number, *, where):
 
 def cases(mesh, folder):
     """All that is told of a run, by its name."""
-    found = {"local": ran(mesh, folder / "local", LOCAL), "gossip": ran(mesh, folder / "gossip", GOSSIP)}
+    found = {name: ran(mesh, folder / name, settings) for name, settings in KINDS.items()}
     for name, where, settings in (
-        ("nan", "loss_of", LOCAL), ("nan of gossip", "loss_of", GOSSIP), ("unreadable", "learn", LOCAL),
+        ("nan", "loss_of", LOCAL), ("nan of late gossip", "loss_of", LATE), ("unreadable", "learn", LOCAL),
         ("skips", "loss_of", [*LOCAL, "guard.non_finite=skip"]),
     ):  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Learner, where, bad_from(6, 1, where=where))
             found[name] = ran(mesh, folder / name, settings)
-    if mesh.is_main:
-        shutil.copytree(folder / "nan", folder / "goes on")
-    mesh.barrier()
-    found["goes on"] = ran(mesh, folder / "goes on", LOCAL)
+    for name, settings in (("nan", LOCAL), ("nan of late gossip", LATE)):
+        if mesh.is_main:
+            shutil.copytree(folder / name, folder / f"{name}, gone on")
+        mesh.barrier()
+        found[f"{name}, gone on"] = ran(mesh, folder / f"{name}, gone on", settings)
     return found
 
 
@@ -87,18 +90,18 @@ def runs(tmp_path_factory):
     return folder, found[0]
 
 
-@pytest.mark.parametrize("name", ["local", "gossip"])
+@pytest.mark.parametrize("name", list(KINDS))
 def test_the_record_has_the_loss_of_all_for_every_step(runs, name):
     folder, found = runs
     assert found[name] == ("", "complete")
-    hand = ByHand(config_of({"local": LOCAL, "gossip": GOSSIP}[name]), 2).train(9)
+    hand = ByHand(config_of(KINDS[name]), 2).train(9)
     lines = record(folder / name, "step")
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert [line["loss"] for line in lines] == pytest.approx(hand.losses, rel=1e-12)
     assert [line["epoch"] for line in lines] == sorted(line["epoch"] for line in lines)
 
 
-@pytest.mark.parametrize("name", ["nan", "nan of gossip"])
+@pytest.mark.parametrize("name", ["nan", "nan of late gossip"])
 def test_a_loss_of_one_replica_that_is_not_finite_ends_the_run_of_all(runs, name):
     folder, found = runs
     kind, text = found[name]
@@ -113,10 +116,12 @@ def test_a_loss_of_one_replica_that_is_not_finite_ends_the_run_of_all(runs, name
     assert batch.index.tolist() == refusal["index"]
 
 
-def test_such_a_run_goes_on_from_its_checkpoint(runs):
+@pytest.mark.parametrize(("name", "whole"), [("nan", "local"), ("nan of late gossip", "late")])
+def test_such_a_run_goes_on_bit_for_bit_from_its_checkpoint(runs, name, whole):
+    """With messages on their way, where gossip is late."""
     folder, found = runs
-    assert found["goes on"] == ("", "complete")
-    weights, expected = (load_file(folder / name / "weights.safetensors") for name in ("goes on", "local"))
+    assert found[f"{name}, gone on"] == ("", "complete")
+    weights, expected = (load_file(folder / one / "weights.safetensors") for one in (f"{name}, gone on", whole))
     assert weights.keys() == expected.keys() and all(torch.equal(one, expected[key]) for key, one in weights.items())
 
 
@@ -159,22 +164,22 @@ def counted(mesh, folder, settings):
     return steps
 
 
-def held_up(mesh, folder):
-    """Replica 0 waits in its second step until the other has done its fifth, of eight between two averages."""
-    plain, done = Learner.loss_of, folder / "five"
+def held_up(mesh, folder, agreement, step):
+    """Replica 0 waits in its second step until the other has come to `step`, counted from 1."""
+    plain, done = Learner.loss_of, folder / "has_come"
 
     def loss_of(self, output, target):
         if self.step == 1 and self.mesh.rank == 0:
             _wait_for(done)
-        if self.step == 5 and self.mesh.rank == 1:
+        if self.step + 1 == step and self.mesh.rank == 1:
             done.touch()
         return plain(self, output, target)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "loss_of", loss_of)
         patch.setattr(step_reports, "MOST_SECONDS", 1e9)
-        config = config_of(["agreement={name: local_sgd, period: 8}", "checkpoint.every=1000step"])
-        return train(config, folder / "run", mesh.world).reason
+        config = config_of([f"agreement={agreement}", "checkpoint.every=1000step"])
+        return train(config, folder, mesh.world).reason
 
 
 def _wait_for(path):
@@ -185,11 +190,16 @@ def _wait_for(path):
 
 
 def both(mesh, folder):
-    return counted(mesh, folder / "counted", LOCAL), held_up(mesh, folder)
+    late = "{name: gossip, graph: ring, delay: 3}"
+    return (
+        counted(mesh, folder / "counted", LOCAL),
+        held_up(mesh, folder / "local", "{name: local_sgd, period: 8}", 8),
+        held_up(mesh, folder / "late", late, 5),
+    )
 
 
 def test_between_averages_a_step_sends_nothing_and_waits_for_nobody(tmp_path):
     found = on_ranks(2, both, tmp_path, plan=plan_of(config_of(LOCAL), 2))
-    for steps, reason in found:
-        assert reason == "complete"
+    for steps, *reasons in found:
+        assert reasons == ["complete"] * 2
         assert [bool(one) for one in steps] == [step % 3 == 0 for step in range(1, 10)]

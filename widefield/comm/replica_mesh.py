@@ -7,7 +7,7 @@ shares with the mesh of all ranks those groups that lie within a replica anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,13 +62,25 @@ class Peers:
 
     def exchanged(self, own: Tensor, *, hears: Sequence[int], hearers: Sequence[int]) -> list[Tensor]:
         """What the peers `hears` sent, each like `own`, which is sent to `hearers`.  Both: places in the group, from 0."""
+        return self.start_exchange(own, hears=hears, hearers=hearers)()
+
+    def start_exchange(self, own: Tensor, *, hears: Sequence[int], hearers: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Start to exchange as `exchanged` does; the function returned waits until all is sent and there, and gives it.
+
+        `own` has to stay as it is until then.
+        """
         heard = [torch.empty_like(own) for _ in hears]
         messages = [dist.P2POp(dist.isend, own, group=self.group, group_peer=one) for one in hearers]
         for place, one in zip(hears, heard, strict=True):
             messages.append(dist.P2POp(dist.irecv, one, group=self.group, group_peer=place))
-        for work in dist.batch_isend_irecv(messages) if messages else ():
-            work.wait()
-        return heard
+        works = dist.batch_isend_irecv(messages) if messages else []
+
+        def waited() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return heard
+
+        return waited
 
 
 def peers_of(mesh: Mesh, size: int) -> Peers:

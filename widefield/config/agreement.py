@@ -26,6 +26,7 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "graph": ("gossip",),
     "edges": ("gossip",),
     "global_period": ("gossip",),
+    "delay": ("gossip",),
     "servers": ("server",),
     "kind": ("server",),
     "bound": ("server",),
@@ -65,6 +66,8 @@ class AgreementConfig(Section):
     """Of gossip, in place of graph: pairs `[sender, hearer]` of copies, one way each, whose mean push-sum finds."""
     global_period: Positive | None = None
     """Of gossip: so many steps after which all average in place of a mix; null: never."""
+    delay: Annotated[int, Field(ge=0)] = 0
+    """Of gossip: for how many steps a message may be on its way while copies go on; then push-sum counts what is on its way."""
     servers: Positive = 1
     """Of server: how many of the last ranks hold weights; 1 is what there is."""
     kind: ServerKind = "asynchronous"
@@ -95,6 +98,11 @@ class AgreementConfig(Section):
             raise ValueError("hierarchical needs groups, as groups=[[2,4]]: four neighbours average every 2 steps")
         if self.edges and self.graph != type(self).model_fields["graph"].default:
             raise ValueError(f"edges and graph={self.graph} both say whom a copy hears; leave one out")
+        if self.delay and self.global_period is not None:
+            raise ValueError(
+                f"global_period={self.global_period} averages what all have and delay={self.delay} leaves some of it on its "
+                "way; leave one out"
+            )
         bad = [pair for pair in self.edges if len(pair) != 2 or pair[0] == pair[1]]
         if bad:
             raise ValueError(f"edges has {bad[0]}; write [sender, hearer], two copies by their numbers from 0")
