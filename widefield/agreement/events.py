@@ -11,7 +11,7 @@ A kind of event, and what it does to the numbers:
     reduce    all replicas, or the server, step with the mean of the `numbers`
     drop      the gradient `number`, of `samples`, is used for nothing
     step      worker steps with the gradient `number`
-    average   `workers` take the mean of their weights
+    average   `workers` take the mean of their weights, and begin their optimizers anew where `part` is 1
     outer     the outer optimizer takes the mean of the weights of `workers`; all take what it gives
     send      the weights of the first of `workers`, as they are, are on their way to the others, as those of round `part`
     mix       the first of `workers` takes what it has and what the others sent in `rounds`, times `weights`

@@ -124,6 +124,8 @@ class PeerWeights:
 
     def _average(self, event: Event) -> None:
         self._all_take(self._mean_of(event.workers), event.workers)
+        for one in event.workers if event.part else ():
+            self.replicas[one].state = DescentState(self.algorithm.descent)
 
     def _all_take(self, weights: Tensor, workers: tuple[int, ...]) -> None:
         for one in workers:

@@ -60,6 +60,12 @@ class Shares:
         assert share[1] not in places, f"the share {share} is learned from twice"
         places.add(share[1])
 
+    def again(self, shares: Sequence[Share]) -> None:
+        """Shares that were learned are lost: they are the next that are handed out."""
+        for step, place in shares:
+            self.learned.get(step, set()).discard(place)
+        self.left.extendleft(reversed(shares))
+
     def is_learned(self, step: int) -> bool:
         """Whether all samples of a step are in the weights."""
         return self.learned.get(step, set()) == set(self.places(step))

@@ -13,78 +13,77 @@ from widefield.tasks import Task
 from widefield.training.given import NOTHING, Given
 from widefield.training.turns import members_named
 
-_NAME = "agreement=server"
-
 
 def check_recipe(config: RunConfig, given: Given = NOTHING) -> None:
     """ValueError: what the recipe asks for is for ranks that step together."""
     if config.agreement.has_server:
-        for problem in (_of_data(config), _of_steps(config), _of_guard(config), _of_objects(given)):
+        name = f"agreement={config.agreement.name}"
+        for problem in (_of_data(config, name), _of_steps(config, name), _of_guard(config, name), _of_objects(given, name)):
             if problem is not None:
                 raise ValueError(problem)
 
 
-def _of_data(config: RunConfig) -> str | None:
+def _of_data(config: RunConfig, name: str) -> str | None:
     data = config.data
     if data.batch_if_known is None:
-        return f"data.batch_size={data.batch_size} is found by steps of all ranks, which {_NAME} has none of; set a number"
+        return f"data.batch_size={data.batch_size} is found by steps of all ranks, which {name} has none of; set a number"
     if data.workers:
         return (
-            f"data.workers={data.workers} read ahead and under {_NAME} a worker learns what to read when it has the weights; "
+            f"data.workers={data.workers} read ahead and under {name} a worker learns what to read when it has the weights; "
             "leave data.workers out, and start more ranks where reading is slow"
         )
     if data.bad_images == "skip":
-        return f"data.bad_images=skip counts images over all ranks and {_NAME} does not; set data.bad_images=stop"
+        return f"data.bad_images=skip counts images over all ranks and {name} does not; set data.bad_images=stop"
     return None
 
 
-def _of_steps(config: RunConfig) -> str | None:
+def _of_steps(config: RunConfig, name: str) -> str | None:
     if config.precision == "float16":
         return (
-            f"precision=float16 leaves out steps whose gradients overflow, and under {_NAME} each worker would leave out its "
+            f"precision=float16 leaves out steps whose gradients overflow, and under {name} each worker would leave out its "
             "own; set precision=bfloat16 or float32"
         )
     if config.optimizer.lr == "find":
         return (
-            f"optimizer.lr=find tries rates with steps of all ranks; find the rate with agreement=mean, and set it for {_NAME}"
+            f"optimizer.lr=find tries rates with steps of all ranks; find the rate with agreement=mean, and set it for {name}"
         )
     if config.ema is not None:
-        return f"ema averages weights after whole steps and {_NAME} makes smaller updates; leave ema out"
+        return f"ema averages weights after whole steps and {name} makes smaller updates; leave ema out"
     if config.model.unfreeze:
         return (
-            f"model.unfreeze={config.model.unfreeze} changes between steps what learns and under {_NAME} workers are in "
+            f"model.unfreeze={config.model.unfreeze} changes between steps what learns and under {name} workers are in "
             "several steps at once; leave it out (model.freeze stays)"
         )
     if config.log.timeline:
-        return f"log.timeline draws what each rank does in a step of all, which {_NAME} has none of; leave it out"
+        return f"log.timeline draws what each rank does in a step of all, which {name} has none of; leave it out"
     if os.environ.get("WIDEFIELD_FAULTS"):
         return (
-            f"WIDEFIELD_FAULTS plants faults in steps of all ranks, which {_NAME} has none of; unset it, and kill a rank by "
+            f"WIDEFIELD_FAULTS plants faults in steps of all ranks, which {name} has none of; unset it, and kill a rank by "
             "hand to see what happens"
         )
     if config.mesh.auto or config.log.predict:
-        return f"mesh.auto and log.predict plan steps that all ranks make together, which {_NAME} has none of; leave them out"
+        return f"mesh.auto and log.predict plan steps that all ranks make together, which {name} has none of; leave them out"
     return None
 
 
-def _of_guard(config: RunConfig) -> str | None:
+def _of_guard(config: RunConfig, name: str) -> str | None:
     changed = [
-        f"guard.{name}={getattr(config.guard, name)}"
-        for name in ("non_finite", "spike", "checksum_every")
-        if getattr(config.guard, name) != GuardConfig.model_fields[name].default
+        f"guard.{one}={getattr(config.guard, one)}"
+        for one in ("non_finite", "spike", "checksum_every")
+        if getattr(config.guard, one) != GuardConfig.model_fields[one].default
     ]
     if changed:
         return (
-            f"{', '.join(changed)} judges steps of all ranks; under {_NAME} the run stops at a gradient that is NaN or "
+            f"{', '.join(changed)} judges steps of all ranks; under {name} the run stops at a gradient that is NaN or "
             "infinite, and there is nothing else; leave it out"
         )
     return None
 
 
-def _of_objects(given: Given) -> str | None:
+def _of_objects(given: Given, name: str) -> str | None:
     if given != NOTHING:
         return (
-            f"objects passed in place of names in a recipe are not carried by {_NAME}; name what makes them, as "
+            f"objects passed in place of names in a recipe are not carried by {name}; name what makes them, as "
             "model.name=package.module:callable"
         )
     return None
@@ -93,6 +92,12 @@ def _of_objects(given: Given) -> str | None:
 def server_in_words(plan: Plan) -> str:
     """What a user should know of such a run."""
     asked = plan.agreement
+    if asked.name == "ad_psgd":
+        return (
+            f"agreement=ad_psgd: {plan.workers} workers train by themselves and average in pairs, each before a step of its "
+            f"own; rank {plan.workers} keeps the account of samples, evaluates and saves their mean; these are not one "
+            "device's numbers"
+        )
     options = [f"{name} {getattr(asked, name)}" for name in ("bound", "max_staleness", "compensation")
                if getattr(asked, name) is not None]  # fmt: skip
     exact = "data-parallel training" if asked.kind == "synchronous" else "not one device's numbers"
@@ -102,35 +107,35 @@ def server_in_words(plan: Plan) -> str:
     )
 
 
-def check_parts(model: nn.Module, task: Task) -> None:
-    """NotImplementedError: a model or task whose updates a server cannot make."""
+def check_parts(model: nn.Module, task: Task, name: str) -> None:
+    """NotImplementedError: a model or task whose updates workers of the agreement `name` cannot make."""
     if members_named(task):
         raise NotImplementedError(
             f"the task has modules that learn by turns, {', '.join(members_named(task))}, each from what the one before has "
-            f"become, and {_NAME} has one gradient per pass; set agreement=mean"
+            f"become, and {name} has one gradient per pass; set agreement=mean"
         )
     if getattr(task, "finish", None) is not None:
         raise NotImplementedError(
-            f"the loss is finished from the sums of a whole batch, of which a worker of {_NAME} has a part; set "
+            f"the loss is finished from the sums of a whole batch, of which a worker of {name} has a part; set "
             "agreement=mean, or a loss that is a sum over samples or pixels"
         )
-    synced = [name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm)]
+    synced = [path for path, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm)]
     if synced:
         raise NotImplementedError(
-            f"{synced[0]} is a SyncBatchNorm, which waits for the statistics of all ranks, and workers of {_NAME} do not "
+            f"{synced[0]} is a SyncBatchNorm, which waits for the statistics of all ranks, and workers of {name} do not "
             "wait for each other; make it a BatchNorm"
         )
-    names = [name for name, one in model.named_modules() if isinstance(one, BatchNorm) and one.momentum is None]
+    names = [path for path, one in model.named_modules() if isinstance(one, BatchNorm) and one.momentum is None]
     if names:
         raise NotImplementedError(
             f"{names[0]} has momentum=None, the mean over all batches, which the order of updates would change; set its "
             "momentum, as 0.1"
         )
     dtypes = {one.dtype for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()}
-    complex_ones = [name for name, one in model.named_parameters() if not one.is_floating_point()]
+    complex_ones = [path for path, one in model.named_parameters() if not one.is_floating_point()]
     if len(dtypes) > 1 or complex_ones:
         found = ", ".join(sorted(map(str, dtypes))) + (f" and {complex_ones[0]} of none" if complex_ones else "")
         raise NotImplementedError(
-            f"the model's weights and statistics are of {found}, and {_NAME} sends them as one tensor of one floating dtype; "
+            f"the model's weights and statistics are of {found}, and {name} sends them as one tensor of one floating dtype; "
             "give the model one, and let precision choose the arithmetic"
         )

@@ -26,13 +26,18 @@ class EventFile:
         self.path = path
         before = _events_until(path, samples) if samples and path.is_file() else []
         workers = max([log.workers, *(1 + event.workers[0] for event in before)])  # it may go on with fewer
-        self.gradients = sum(event.kind == "gradient" for event in before)
+        self.gradients = 1 + max((event.numbers[0] for event in before if event.kind == "gradient"), default=-1)
+        """The number of the next one."""
+        self.before = before
         self._began = time.monotonic() - (before[-1].time if before else 0.0)
         _write(path, dataclasses.replace(log, workers=workers, events=tuple(before)))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, *workers: int, **further: object) -> None:
-        self._file.write(Event(self.now, kind, workers, **further).to_json() + "\n")  # type: ignore[arg-type]
+        self.add(Event(self.now, kind, workers, **further))  # type: ignore[arg-type]
+
+    def add(self, event: Event) -> None:
+        self._file.write(event.to_json() + "\n")
 
     @property
     def now(self) -> float:
@@ -53,7 +58,7 @@ def _events_until(path: Path, samples: int) -> list[Event]:
     found, learned = list[Event](), 0
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True)[1:]:
         event = Event.from_json(line) if line.endswith("\n") else None
-        learned += len(event.samples) if event is not None and event.kind == "gradient" else 0
+        learned += 0 if event is None else {"gradient": 1, "die": -1}.get(event.kind, 0) * len(event.samples)
         if event is None or learned > samples:
             break
         found.append(event)

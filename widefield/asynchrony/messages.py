@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from widefield.agreement.serving import Share
+from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import Message
 
 HELLO, PUSH, FAILED, GIVE, END = range(1, 6)
@@ -44,6 +45,16 @@ def pushed(message: Message, *, numel: int) -> WorkersGradient:
     step, place, *absent = message.ints
     gradient, statistics = message.values[:numel], message.values[numel:]
     return WorkersGradient((step, place), gradient, statistics, frozenset(absent), *message.floats, nbytes=message.nbytes)
+
+
+def not_finite(gradient: WorkersGradient, worker: int) -> AgreedError:
+    """What ends the run where a worker's loss or gradient is no finite number."""
+    step, place = gradient.share
+    return AgreedError(
+        f"the loss of worker {worker} in step {step + 1} is {gradient.loss_sum:.6g}, and it or its gradient is no "
+        f"finite number (share {place} of the step's batch), so no weight was changed by it; checkpoints stay. A lower "
+        "optimizer.lr or optimizer.clip_norm=1 are the usual cures"
+    )
 
 
 def failed(text: str) -> Message:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from widefield.asynchrony import pair_worker
 from widefield.asynchrony.checks import server_in_words
 from widefield.asynchrony.messages import server_failed
+from widefield.asynchrony.pair_keeper import PairTrainer
 from widefield.asynchrony.server import ServerTrainer
 from widefield.asynchrony.worker import work
 from widefield.comm.failure import FailureWatch
@@ -36,11 +38,14 @@ def train(
         stack.callback(leave, mesh)
         alone = alone_on(mesh)
         if not serves:
+            if plan.agreement.name == "ad_psgd":
+                return pair_worker.work(config, alone, group, folder, number=world.rank, workers=plan.workers)
             ask = partial(asked, peer=plan.workers, group=group)
             return work(config, alone, ask, folder, number=world.rank, workers=plan.workers)
         requests = Requests(range(plan.workers), group)
         stack.callback(requests.close, server_failed(), seconds=1.0)
-        trainer = partial(ServerTrainer, requests=requests, workers=plan.workers)
+        kind = PairTrainer if plan.agreement.name == "ad_psgd" else ServerTrainer
+        trainer = partial(kind, requests=requests, workers=plan.workers)
         with FailureWatch(alone) as watch:
             watched = replace(alone, watch=watch)
             return run(config, folder, watched, interrupt, stack, NOTHING, [server_in_words(plan)], trainer)

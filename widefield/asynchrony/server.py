@@ -44,12 +44,12 @@ class Server:
         self, learner: Learner, parts: Parts, requests: Requests, folder: Path, *, workers: int, warn: Callable[[str], object]
     ) -> None:
         config, steps = parts.config, learner.steps
-        check_parts(learner.model, parts.task)
+        check_parts(learner.model, parts.task, "agreement=server")
         self.requests, self.samples, self._warn = requests, Samples(parts, workers=workers), warn
         self.weights = ServedWeights(learner, config.agreement)
         algorithm = algorithm_of(config, lr=learner.lr)
         shares = Shares(self.samples.places, step=learner.step, limit=learner.step)
-        self.serving = Serving[Arrived](algorithm, shares, range(workers))
+        self.shares, self.serving = shares, Serving[Arrived](algorithm, shares, range(workers))
         self.steps: dict[int, StepsUpdates] = {}
         epochs = -(-config.schedule.length.in_steps(steps.per_epoch) // steps.per_epoch)
         log = EventLog(in_words(algorithm), workers, steps.samples, epochs, self.weights.flat.numel, 0.0, ())
@@ -132,7 +132,7 @@ class ServerTrainer(Trainer):
     def step(self, passes: Passes, *, stop: bool) -> bool:
         """Until all samples of the next step are learned from; whether the run is asked to stop and stands still."""
         learner, server = self.learner, self._server()
-        shares = server.serving.shares
+        shares = server.shares
         if stop:
             shares.stop(learner.step)
         else:
@@ -145,8 +145,10 @@ class ServerTrainer(Trainer):
             raise AgreedError(
                 f"no image of step {learner.step} has a pixel that counts, so there is nothing to learn from; see data.path"
             )
+        if learner.step == shares.limit:
+            self._stand()
         self._record_step(found.loss_sum / found.count, lr, samples, passes)
-        if self.record is not None:
+        if self.record is not None and found.staleness:
             self.record.note("updates", step=learner.step, workers=found.workers, staleness=found.staleness)
         return stop and learner.step == shares.limit
 
@@ -157,6 +159,9 @@ class ServerTrainer(Trainer):
                 self.learner, self.parts, self.requests, self.folder, workers=self.workers, warn=self.record.warning
             )
         return self.server
+
+    def _stand(self) -> None:
+        """Nothing is in the air, and an evaluation, a save or the end comes."""
 
     def _next_stand(self, step: int) -> int:
         """The next step after which nothing may be in the air: that of an evaluation, a save, or the end."""

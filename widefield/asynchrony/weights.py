@@ -17,8 +17,7 @@ from widefield.agreement import DelayCompensation, Descent, ParameterServer
 from widefield.agreement.all_reduce import weighted_mean
 from widefield.agreement.server import delay_compensated
 from widefield.asynchrony.flat_model import FlatModel
-from widefield.asynchrony.messages import WorkersGradient
-from widefield.comm.mesh import AgreedError
+from widefield.asynchrony.messages import WorkersGradient, not_finite
 from widefield.config import RunConfig
 from widefield.config.agreement import AgreementConfig
 from widefield.parallel.optimizer_steps import clip_grad_norm_
@@ -32,18 +31,21 @@ def algorithm_of(config: RunConfig, *, lr: float) -> ParameterServer:
     """
     asked, optimizer = config.agreement, config.optimizer
     samples = None if asked.kind == "synchronous" else config.data.batch
-    descent = Descent(lr=lr, weight_decay=optimizer.weight_decay, lr_samples=samples)
-    if optimizer.name == "sgd":
-        descent = replace(descent, momentum=optimizer.momentum, nesterov=optimizer.nesterov)
-    elif optimizer.name == "adamw":
-        descent = replace(descent, kind="adamw", betas=tuple(optimizer.betas))
     return ParameterServer(
-        descent,
+        descent_of(config, Descent(lr=lr, weight_decay=optimizer.weight_decay, lr_samples=samples)),
         "synchronous" if asked.kind == "synchronous" else "asynchronous",
         bound=asked.bound,
         max_staleness=asked.max_staleness,
         compensation=compensation_of(asked),
     )
+
+
+def descent_of(config: RunConfig, descent: Descent) -> Descent:
+    """`descent` with what the recipe's optimizer has, of sgd or adamw."""
+    optimizer = config.optimizer
+    if optimizer.name == "sgd":
+        return replace(descent, momentum=optimizer.momentum, nesterov=optimizer.nesterov)
+    return replace(descent, kind="adamw", betas=tuple(optimizer.betas)) if optimizer.name == "adamw" else descent
 
 
 def compensation_of(asked: AgreementConfig) -> DelayCompensation | None:
@@ -80,12 +82,7 @@ class ServedWeights:
     def arrive(self, worker: int, gradient: WorkersGradient, *, number: int, samples: int) -> Arrived:
         """AgreedError: the loss or the gradient is no finite number."""
         if not (math.isfinite(gradient.loss_sum) and bool(torch.isfinite(gradient.gradient).all())):
-            step, place = gradient.share
-            raise AgreedError(
-                f"the loss of worker {worker} in step {step + 1} is {gradient.loss_sum:.6g}, and it or its gradient is no "
-                f"finite number (share {place} of the step's batch), so no weight was changed by it; checkpoints stay. A lower "
-                "optimizer.lr or optimizer.clip_norm=1 are the usual cures"
-            )
+            raise not_finite(gradient, worker)
         arrived = Arrived(number, gradient, worker, self._read[worker][0], samples, self.received)
         self.received += samples
         return arrived

@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self, config: RunConfig, alone: Mesh, *, number: int, workers: int) -> None:
         self.parts = assemble(config, alone)
-        check_parts(self.parts.model, self.parts.task)
+        check_parts(self.parts.model, self.parts.task, f"agreement={config.agreement.name}")
         self.learner, _ = learner_of(self.parts)
         self.flat, self.samples = FlatModel(self.learner.model), Samples(self.parts, workers=workers)
         self._reader = self.parts.reader(train=True)
@@ -64,15 +64,15 @@ def work(config: RunConfig, alone: Mesh, ask: Ask, folder: Path, *, number: int,
     """
     try:
         worker = Worker(config, alone, number=number, workers=workers)
-        answer = _asked(ask, Message(HELLO))
+        answer = ask_server(ask, Message(HELLO))
         while answer.kind != END:
             assert answer.values is not None, "the server gives weights"
             step, place = answer.ints
-            answer = _asked(ask, worker.gradient((step, place), answer.values))
+            answer = ask_server(ask, worker.gradient((step, place), answer.values))
     except PeerFailedError:
         raise
     except Exception as error:
-        _asked(ask, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
+        ask_server(ask, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
         raise
     has_failed, status, step = answer.ints
     if has_failed:
@@ -80,7 +80,7 @@ def work(config: RunConfig, alone: Mesh, ask: Ask, folder: Path, *, number: int,
     return Outcome("complete" if status == 0 else "interrupted", step, status, None, folder)
 
 
-def _asked(ask: Ask, message: Message) -> Message:
+def ask_server(ask: Ask, message: Message) -> Message:
     try:
         return ask(message)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from widefield.config.field_types import Positive
 from widefield.section import Section
 
 AgreementName = Literal[
-    "mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco", "gossip", "server"
+    "mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco", "gossip", "ad_psgd", "server"
 ]  # fmt: skip
 GraphName = Literal["ring", "complete", "exponential", "one_peer_exponential", "bipartite", "hypercube"]
 ServerKind = Literal["synchronous", "asynchronous", "bounded_staleness", "delay_compensated"]
@@ -43,7 +43,8 @@ class AgreementConfig(Section):
     """mean: of the gradients, in every step; the only one that gives one device's numbers.  adasum: of the gradients, by
     arXiv:2006.02924; needs a power of two of copies.  The others average weights: local_sgd every `period` steps;
     post_local_sgd every step at first; hierarchical in groups more often; slowmo with momentum over the averages; diloco with
-    an outer optimizer (Nesterov) over them; gossip with a few others after every step, and with all never.  server: the last
+    an outer optimizer (Nesterov) over them; gossip with a few others after every step, and with all never.  ad_psgd: with one
+    other before each step, without waiting for anybody's step; the last rank keeps the account of samples.  server: the last
     rank holds the weights, and the others fetch them and push gradients."""
     period: Positive = 8
     """Steps between averages of the weights of all copies."""
@@ -137,8 +138,8 @@ class AgreementConfig(Section):
 
     @property
     def has_server(self) -> bool:
-        """Whether the last rank holds the weights and the others are its workers."""
-        return self.name == "server"
+        """Whether the last rank computes no gradients, and the others are workers that do not wait for each other."""
+        return self.name in ("server", "ad_psgd")
 
     def __str__(self) -> str:
         """As `local_sgd every 8 steps`, `gossip on a ring`, `mean`."""

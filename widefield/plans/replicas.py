@@ -71,33 +71,34 @@ def check_server(plan: Plan) -> None:
 
     ValueError: the user can change it.
     """
+    name = f"agreement={plan.agreement.name}"
     if plan.workers < 1:
         raise ValueError(
-            f"agreement=server needs a rank for the server and one or more for workers, and mesh.replicate={plan.replicate}; "
+            f"{name} needs a rank for the server and one or more for workers, and mesh.replicate={plan.replicate}; "
             "set mesh.replicate=3 for two workers"
         )
-    axes = {name: size for name, size in plan.axes.items() if size > 1 and name != "replicate"}
+    axes = {axis: size for axis, size in plan.axes.items() if size > 1 and axis != "replicate"}
     if axes or plan.stream is not None:
-        name = next(iter(axes), "")
-        what = f"mesh.{name}={plan.space if name == 'space' else axes[name]}" if axes else f"stream={plan.stream}"
+        axis = next(iter(axes), "")
+        what = f"mesh.{axis}={plan.space if axis == 'space' else axes[axis]}" if axes else f"stream={plan.stream}"
         raise ValueError(
-            f"a worker of agreement=server is one rank with a whole model and whole images, and {what} was asked for; leave it "
+            f"a worker of {name} is one rank with a whole model and whole images, and {what} was asked for; leave it "
             "out, or take replicas of several ranks: agreement=local_sgd"
         )
     if plan.data_strategy != "data":
         raise ValueError(
-            f"agreement=server has ranks of its own and mesh.data_strategy={plan.data_strategy} has copies in one process; set "
+            f"{name} has ranks of its own and mesh.data_strategy={plan.data_strategy} has copies in one process; set "
             "mesh.data_strategy=data"
         )
     if plan.batch_norm != "averaged" or plan.batch_norm_group > 1:
         raise ValueError(
-            f"workers of agreement=server cannot wait for each other's statistics as batch_norm={plan.batch_norm} with "
+            f"workers of {name} cannot wait for each other's statistics as batch_norm={plan.batch_norm} with "
             f"batch_norm_group={plan.batch_norm_group} wants; set batch_norm=averaged and batch_norm_group=1: each gradient "
             "brings the change of the running statistics"
         )
     if plan.accumulate > 1 or plan.compression != "none":
         raise ValueError(
-            f"a worker of agreement=server pushes the gradient of one pass as it is, and gradient.accumulate={plan.accumulate} "
+            f"a worker of {name} pushes the gradient of one pass as it is, and gradient.accumulate={plan.accumulate} "
             f"and gradient.compression={plan.compression}; set them to 1 and none, and data.batch_size to what a pass can hold"
         )
 
