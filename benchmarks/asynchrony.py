@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from widefield.agreement import EventLog
 from widefield.agreement.sample_account import times_learned
 from widefield.asynchrony.messages import bytes_of_run
+from widefield.asynchrony.pair_messages import bytes_of_pair
 
 RESULT = Path(__file__).parent / "results" / "asynchrony.json"
 RANKS, SLOWER, GATE = 4, 5, 2.2
@@ -36,6 +37,7 @@ WAYS = {
     "asynchronous": "{name: server}",
     "max_staleness 16": "{name: server, kind: bounded_staleness, max_staleness: 16}",
     "delay compensated": "{name: server, kind: delay_compensated, compensation: 0.04}",
+    "AD-PSGD": "ad_psgd",
     "bound 4": "{name: server, kind: bounded_staleness, bound: 4}",
     "synchronous": "{name: server, kind: synchronous}",
 }
@@ -79,7 +81,17 @@ def trained(way: str, folder: Path, options: argparse.Namespace) -> dict[str, An
     samples = 1437 * options.epochs - 2 * options.batch
     found = {"samples per second": samples / (steps[-1] - steps[1])}
     found["top1"] = lines_of(folder, "evaluation")[-1]["metrics"]["top1"]
-    return found | (of_server(folder) if way != "data parallel" else {})
+    return found | ({} if way == "data parallel" else of_pairs(folder) if way == "AD-PSGD" else of_server(folder))
+
+
+def of_pairs(folder: Path) -> dict[str, Any]:
+    """How often each worker averaged, and whether bytes and samples are as they have to be.  AssertionError: they are not."""
+    log = EventLog.from_text((folder / "events.jsonl").read_text())
+    offers, state = [event for event in log.events if event.kind == "offer"], log.numel  # the net has no other state
+    expected = bytes_of_pair(log.workers, of_state=state, itemsize=4)
+    assert {event.bytes for event in offers} == {expected}, f"a pair sends {offers[0].bytes} bytes, not {expected}"
+    assert set(times_learned(log).values()) == {1}, "a sample was not learned from exactly once"
+    return {"pairs": len(offers), "bytes per pair": expected}
 
 
 def of_server(folder: Path) -> dict[str, Any]:
