@@ -21,6 +21,7 @@ from widefield.agreement.sample_account import times_learned
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.pair_keeper import algorithm_of
 from widefield.asynchrony.pair_messages import Done, ask, asked_for, bytes_of_pair, share_message, share_of_message
+from widefield.asynchrony.worker import Worker
 from widefield.config import read_config
 from widefield.data.order import Key
 from widefield.plans import plan_of
@@ -128,6 +129,39 @@ def test_messages_are_read_as_they_were_written():
     assert asked_for(ask([1, 2, 3], did), 3) == ((1, 2, 3), did)
     assert share_of_message(share_message((4, 0), 7, [2])) == ((4, 0), 7, (2,))
     assert share_of_message(share_message(None, 7, [])) == (None, 7, ())
+
+
+def failing(mesh, folder):
+    """What each rank says where a worker raises, and where its gradient is NaN; an active one and a passive one."""
+    texts, real = [], Worker.gradient
+
+    def raises(self, share, state):
+        if mesh.rank == 1:
+            raise ValueError("the third page is torn")
+        return real(self, share, state)
+
+    def nan(self, share, state):
+        found = real(self, share, state)
+        if mesh.rank == 0:
+            found.values[0] = float("nan")
+        return found
+
+    for name, gradient in (("raises", raises), ("nan", nan)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Worker, "gradient", gradient)
+            try:
+                train(config_of([]), folder / name, mesh.world)
+            except (RuntimeError, ValueError) as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_an_error_of_a_worker_or_a_gradient_that_is_no_number_ends_the_run(tmp_path):
+    found = on_ranks(WORKERS + 1, failing, tmp_path, plan=plan_of(config_of([]), WORKERS + 1))
+    assert found[3][0] == "AgreedError: worker 1: the third page is torn" and found[1][0].endswith("the third page is torn")
+    assert "no finite number" in found[3][1] and "no finite number" in found[0][1]
+    others = [found[0][0], found[2][0], found[1][1], found[2][1]]
+    assert all("PeerFailedError: the rank that keeps the account failed" in one for one in others)
 
 
 def alone(mesh, folder):

@@ -166,6 +166,7 @@ def test_an_error_of_a_worker_or_a_gradient_that_is_no_number_ends_the_run(tmp_p
         ("{name: server, max_staleness: 2}", "the other kinds take none"),
         ("{name: server, kind: delay_compensated}", "compensation=None: delay_compensated has one"),
         ("{name: server, compensation: 1.0}", "the other kinds have none"),
+        ("{name: ad_psgd, kind: synchronous}", "kind is an option of server, and the name is ad_psgd"),
         ("{name: server, period: 4}", "period is an option of local_sgd"),
         ("{name: local_sgd, kind: synchronous}", "kind is an option of server, and the name is local_sgd"),
     ],
@@ -178,7 +179,7 @@ def test_options_that_a_server_does_not_have_are_refused(section, words):
 @pytest.mark.parametrize(
     ("settings", "ranks", "words"),
     [
-        ([], 1, "a rank for the server and one or more for workers, and mesh.replicate=1"),
+        ([], 1, "a rank that computes no gradients and one or more for workers, and mesh.replicate=1"),
         (["mesh.space=[2,1]"], 4, r"whole images, and mesh.space=\[2, 1\] was asked for"),
         (["mesh.shard=2"], 4, "mesh.shard=2 was asked for"),
         (["stream={tiles: [2, 2]}"], 3, "stream=.* was asked for"),
@@ -190,8 +191,9 @@ def test_options_that_a_server_does_not_have_are_refused(section, words):
         (["data.batch_size=1"], 3, "2 copies of the model share a batch of 1"),
     ],
 )
-def test_plans_without_workers_of_one_rank_are_refused(settings, ranks, words):
-    config = config_of(["agreement={name: server}", *settings])
+@pytest.mark.parametrize("agreement", ["{name: server}", "ad_psgd"])
+def test_plans_without_workers_of_one_rank_are_refused(settings, ranks, words, agreement):
+    config = config_of([f"agreement={agreement}", *settings])
     with pytest.raises(ValueError, match=words):
         check_plan(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_if_known)
 
@@ -216,6 +218,8 @@ def test_recipes_that_need_ranks_in_step_are_refused(settings, words):
     check_recipe(read_config(DIGITS, [*SMALL, *settings]))  # of other agreements it says nothing
     with pytest.raises(ValueError, match=words):
         check_recipe(config_of(["agreement={name: server}", *settings]))
+    with pytest.raises(ValueError, match=words):
+        check_recipe(config_of(["agreement=ad_psgd", *settings]))
 
 
 def test_planted_faults_are_refused(monkeypatch):
@@ -247,13 +251,13 @@ class Finished:
 )
 def test_models_and_tasks_that_one_gradient_per_pass_cannot_train_are_refused(model, task, words):
     with pytest.raises(NotImplementedError, match=words):
-        check_parts(model, task)
+        check_parts(model, task, "agreement=server")
 
 
 def test_networks_that_learn_by_turns_are_refused():
     parts = assemble(GAN.config(), Mesh(Plan(), World(), torch.device("cpu")))
     with pytest.raises(NotImplementedError, match="modules that learn by turns"):
-        check_parts(parts.model, parts.task)
+        check_parts(parts.model, parts.task, "agreement=server")
 
 
 def test_what_makes_all_step_together_refuses_a_server():

@@ -74,7 +74,7 @@ def check_server(plan: Plan) -> None:
     name = f"agreement={plan.agreement.name}"
     if plan.workers < 1:
         raise ValueError(
-            f"{name} needs a rank for the server and one or more for workers, and mesh.replicate={plan.replicate}; "
+            f"{name} needs a rank that computes no gradients and one or more for workers, and mesh.replicate={plan.replicate}; "
             "set mesh.replicate=3 for two workers"
         )
     axes = {axis: size for axis, size in plan.axes.items() if size > 1 and axis != "replicate"}
