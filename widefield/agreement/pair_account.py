@@ -52,7 +52,7 @@ class PairAccount:
         for death in self._deaths.values():
             if worker in death.told:
                 death.answered.add(worker)
-        return self._settle()
+        return self._find_lost()
 
     def learns(self, worker: int) -> int:
         """A worker is about to step with the gradient of its share; the step's number."""
@@ -69,7 +69,7 @@ class PairAccount:
         self.waiting = [one for one in self.waiting if one != worker]
         self.shares.lose(worker)
         self._deaths[worker] = _Death()
-        return self._settle()
+        return self._find_lost()
 
     def ready(self) -> list[tuple[int, Share | None]]:
         """Workers that get an answer now: a share, or, where none is left and they do not know of a death, that alone."""
@@ -95,7 +95,7 @@ class PairAccount:
         """How many steps of a worker are in the weights of the living, as far as they have told."""
         return max((self._has[one][worker] for one in self.living), default=0)
 
-    def _settle(self) -> list[Lost]:
+    def _find_lost(self) -> list[Lost]:
         for worker in [one for one, death in self._deaths.items() if death.answered >= self.living]:
             del self._deaths[worker]
         if self._deaths or not self.living:

@@ -4,8 +4,8 @@ worker -> keeper   HELLO, at first;  ASK: (steps of each worker in its weights, 
                    (count, loss sum, seconds);  STATE: [weights, statistics];  FAILED: a text
 keeper -> worker   BEGIN: [weights, statistics];  SHARE: (step, place, number of the gradient, *dead workers), or of these
                    alone where there is no share;  SHOW, for its state;  GO_ON;  END: as of a server
-active -> passive  OFFER: (clock, steps of each worker), [weights, statistics];  BYE
-passive -> active  MEAN: the same, of both;  BYE
+active -> passive  OFFER: (clock, steps of each worker), [weights, statistics]
+passive -> active  MEAN: the same, of both
 
 Clocks are Lamport's: a worker's counts its own doings, and a pair takes the larger one.  So an order by clocks has what caused
 something before it.
@@ -21,7 +21,7 @@ from torch import Tensor
 from widefield.agreement.serving import Share
 from widefield.comm.requests import Message
 
-ASK, LEARN, STATE, BEGIN, SHARE, SHOW, GO_ON, OFFER, MEAN, BYE = range(11, 21)
+ASK, LEARN, STATE, BEGIN, SHARE, SHOW, GO_ON, OFFER, MEAN = range(11, 20)
 _NOBODY = -1
 _DONE = 5
 """Numbers of a Done."""

@@ -14,9 +14,9 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from widefield.agreement import PairwiseGossip
@@ -28,14 +28,14 @@ from widefield.asynchrony.pair_messages import Done
 from widefield.asynchrony.worker import Worker, ask_server
 from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
-from widefield.comm.requests import Message, Requests, asked
+from widefield.comm.requests import Message, Requests, asked, no_more
 from widefield.config import RunConfig
 from widefield.data.transforms import seed_of
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.training.trainer import Outcome
 
 LOOK_SECONDS = 0.2
-BYE_SECONDS = 10.0
+END_SECONDS = 10.0
 
 
 class SharedWeights:
@@ -76,9 +76,9 @@ class SharedWeights:
 
 
 class PairWorker(Worker):
-    """group: of all ranks, for messages between two."""
+    """group: the process group of all ranks, for messages between two."""
 
-    def __init__(self, config: RunConfig, alone: Mesh, group: dist.ProcessGroup, *, number: int, workers: int) -> None:
+    def __init__(self, config: RunConfig, alone: Mesh, group: Any, *, number: int, workers: int) -> None:
         super().__init__(config, alone, number=number, workers=workers)
         partners = PairwiseGossip().partners(workers) if workers > 1 else {0: ()}
         self.number, self.group, self.workers = number, group, workers
@@ -96,8 +96,8 @@ class PairWorker(Worker):
         if self._requests is not None:
             self._thread.start()
 
-    def learn(self, share: Share, gradient: int, ask: partial[Message]) -> None:
-        """A gradient, a mean with another one, and a step."""
+    def learn(self, share: Share, gradient: int, ask: partial[Message]) -> Message | None:
+        """A gradient, a mean with another one, and a step; the message that the run ends, if that came before the step."""
         found = self.gradient(share, self.shared.read)
         if self._problem:
             raise AgreedError(self._problem)
@@ -106,7 +106,9 @@ class PairWorker(Worker):
         if self.asks_whom:
             self._average()
         about = {"count": pushed_.count, "loss_sum": pushed_.loss_sum, "seconds": pushed_.seconds}
-        ask_server(ask, messages.learn(share, **about))
+        answer = ask_server(ask, messages.learn(share, **about))
+        if answer.kind == END:
+            return answer
         with self.shared.lock:
             self.flat.load(self.shared.state)
             if pushed_.count:
@@ -114,6 +116,7 @@ class PairWorker(Worker):
                 self._step(share[0])
                 self.flat.move_statistics(pushed_.statistics)
             self.shared.stepped(self.flat.state(), gradient)
+        return None
 
     def _step(self, step: int) -> None:
         learner, clip = self.learner, self.learner.config.optimizer.clip_norm
@@ -142,7 +145,7 @@ class PairWorker(Worker):
         try:
             while not self._over.is_set():
                 came = self._requests.next(LOOK_SECONDS)
-                if came is None or not isinstance(came[1], Message) or came[1].kind != messages.OFFER:
+                if came is None or not isinstance(came[1], Message):
                     continue
                 with self.shared.lock:
                     answer = None if came[0] in self.shared.ignored else self.shared.mean_with(*came)
@@ -152,16 +155,16 @@ class PairWorker(Worker):
             self._problem = in_words(error)
 
     def end(self) -> None:
-        """Of the run: nobody offers any more."""
+        """Of the run, however it ended: offer nothing any more, and answer until nobody else does."""
         for other in self.asks_whom:
             with suppress(RuntimeError):
-                asked(Message(messages.BYE), other, self.group)
-        self._over.set()
+                no_more(other, self.group)
         if self._requests is not None:
-            self._requests.close(Message(messages.BYE), seconds=BYE_SECONDS)
+            self._requests.wait(seconds=END_SECONDS)
+        self._over.set()
 
 
-def work(config: RunConfig, alone: Mesh, group: dist.ProcessGroup, folder: Path, *, number: int, workers: int) -> Outcome:
+def work(config: RunConfig, alone: Mesh, group: Any, folder: Path, *, number: int, workers: int) -> Outcome:
     """Learn until the rank that keeps the account says that the run ends.
 
     PeerFailedError: that rank is gone, or failed.  Other errors of this rank end the run, and that rank says why.
@@ -178,10 +181,12 @@ def work(config: RunConfig, alone: Mesh, group: dist.ProcessGroup, folder: Path,
     except Exception as error:
         ask_server(ask, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
         raise
+    finally:
+        if worker is not None:
+            worker.end()
     has_failed, status, step = answer.ints
     if has_failed:
         raise PeerFailedError("the rank that keeps the account failed; its message is above")
-    worker.end()
     return Outcome("complete" if status == 0 else "interrupted", step, status, None, folder)
 
 
@@ -197,8 +202,9 @@ def _did(worker: PairWorker, answer: Message, ask: partial[Message]) -> Message:
         share, gradient, dead = messages.share_of_message(answer)
         with shared.lock:
             shared.ignored.update(dead)
-        if share is not None:
-            worker.learn(share, gradient, ask)
+        ends = None if share is None else worker.learn(share, gradient, ask)
+        if ends is not None:
+            return ends
     with shared.lock:
         request, shared.did = messages.ask(shared.has, shared.did), []
     return ask_server(ask, request)

@@ -23,6 +23,8 @@ from widefield.comm.point_to_point import receive, send
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEAD = 5
+NO_MORE = 0
+"""The kind of a message that is not answered: the sender's last one."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ class Requests:
         self._last = message
         for answers in self._answers.values():
             answers.put(message)
+        self.wait(seconds=seconds)
+
+    def wait(self, *, seconds: float) -> None:
+        """Until every peer has said `no_more`, or is gone; no longer than so many seconds."""
         deadline = time.monotonic() + seconds
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -118,14 +124,21 @@ class Requests:
         try:
             while True:
                 request = receive_message(peer, self._group)
+                if request.kind == NO_MORE:
+                    return
                 if self._last is None:
                     self._arrived.put((peer, request))
                 answer = self._last or self._answers[peer].get()
                 send_message(answer, peer, self._group)
                 if answer is self._last:
                     return
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: this rank has left the group
             self._arrived.put((peer, LostPeer(str(error).split("\n")[0])))
+
+
+def no_more(peer: int, group: dist.ProcessGroup) -> None:
+    """Tell the rank that answers that no request comes any more; it does not answer.  RuntimeError: it is gone."""
+    send_message(Message(NO_MORE), peer, group)
 
 
 def asked(message: Message, peer: int, group: dist.ProcessGroup) -> Message:
