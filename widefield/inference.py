@@ -19,6 +19,7 @@ from widefield.config import RunConfig, read_config
 from widefield.config.recipe import EVALUATED, PREDICTED, on_mesh_of
 from widefield.data import Dataset
 from widefield.naming import did_you_mean
+from widefield.parallel.members import members_of
 from widefield.parallel.parallelize import parallelize_average
 from widefield.plans import Plan, plan_of
 from widefield.training.assemble import Parts, assemble, evaluate_parts
@@ -27,6 +28,7 @@ from widefield.training.disk import replace_text
 from widefield.training.evaluate import Evaluation
 from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.run_folder import MODEL, existing_folder, read_model, save_weights, stored_dataset
+from widefield.training.second_stage import check_second_stage, stages_named
 
 
 def evaluate_run(
@@ -98,7 +100,9 @@ def _keep_part(parts: Parts) -> None:
     like = torch.empty((2, *shape), dtype=parts.arithmetic.dtype, device="meta")
     sample = like.to(memory_format=parts.preparation(train=False).format_of(like))
     parts.model.eval()  # strategies look at the model in the mode in which it will run: without dropout
-    parallelize_average(parts.model, parts.mesh, sample=sample)
+    check_second_stage(parts.config, parts.task, parts.mesh.plan)
+    for member in members_of(parts.model).values() if stages_named(parts.task) else [parts.model]:
+        parallelize_average(member, parts.mesh, sample=sample)
 
 
 def single_rank(
@@ -192,6 +196,11 @@ def _onnx(parts: Parts, path: Path) -> None:
         import onnxscript  # noqa: F401  (torch.onnx needs it)
     except ImportError:
         raise ValueError("exporting to onnx needs onnx and onnxscript; pip install 'widefield[onnx]'") from None
+    if stages := stages_named(parts.task):
+        raise NotImplementedError(
+            f"onnx would have the first of the two stages of this model, {stages[0]}, alone: the second one, {stages[1]}, sees "
+            "boxes that the task chooses; take --to safetensors, or predict with widefield"
+        )
     shape = parts.dataset.evaluate.shape  # type: ignore[attr-defined]
     pair = torch.zeros(2, *shape, dtype=parts.arithmetic.dtype, device=parts.mesh.device)  # 1 would be exported as a constant
     batch = torch.export.Dim("batch", min=1)

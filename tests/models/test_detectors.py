@@ -8,7 +8,7 @@ from torch import nn
 from torchvision.models import detection
 
 from widefield.config import ModelConfig
-from widefield.models import build
+from widefield.models import build, load_weights_file
 
 
 def made(name: str, channels: int = 3, classes: int = 7, **options) -> nn.Module:
@@ -42,6 +42,24 @@ def test_weights_load_into_torchvisions_detector_and_give_its_maps(name, options
             for one in maps
         ]
         torch.testing.assert_close(torch.cat(rows, dim=1), values, rtol=1e-12, atol=1e-12, msg=key)
+
+
+def test_a_file_of_torchvisions_faster_rcnn_gives_both_of_its_stages(tmp_path):
+    other = detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=8).eval()
+    torch.save(other.state_dict(), tmp_path / "theirs.pt")
+    ours = made("faster_rcnn").eval()
+    names = {"backbone.": "maps.backbone.", "rpn.": "maps.rpn."}
+    load_weights_file(ModelConfig(name="faster_rcnn", weights=str(tmp_path / "theirs.pt"), weights_map=names), ours)
+    ours, other = ours.double(), other.double()
+    image, pooled = torch.randn(1, 3, 96, 64, dtype=torch.float64), torch.randn(2, 256, 7, 7, dtype=torch.float64)
+    with torch.no_grad():
+        levels, features = ours(image), list(other.backbone(image).values())
+        wanted = [*zip(*other.rpn.head(features), features, strict=True)]
+        second = other.roi_heads.box_predictor(other.roi_heads.box_head(pooled))
+        pairs = [*zip(levels, wanted, strict=True), (ours.roi_heads(pooled), second)]
+    for maps, others in pairs:
+        for own, one in zip(maps, others, strict=True):
+            torch.testing.assert_close(own, one, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +107,13 @@ def test_maps_have_the_places_that_their_strides_say(options, strides):
             {},
             "torchvision/retinanet_resnet50_fpn resizes and normalizes images by itself",
         ),
-        ("torchvision/fasterrcnn_resnet50_fpn", {}, "has two stages"),
-        ("torchvision/ssd300_vgg16", {}, "has one size of images, 300 px or so"),
-        ("torchvision/keypointrcnn_resnet50_fpn", {}, "has two stages"),
+        ("torchvision/fasterrcnn_resnet50_fpn", {}, "take model.name=faster_rcnn, the same network, and"),
+        ("torchvision/fasterrcnn_resnet50_fpn_v2", {}, "take model.name=faster_rcnn and task.name=detection"),
+        ("torchvision/ssd300_vgg16", {}, "take model.name=ssd, the same network"),
+        ("torchvision/ssdlite320_mobilenet_v3_large", {}, "is SSD on MobileNet with layers of its own"),
+        ("torchvision/keypointrcnn_resnet50_fpn", {}, "finds masks or key points"),
+        ("faster_rcnn", {"hidden": 0}, "model.options.hidden is 0"),
+        ("faster_rcnn", {"strides": [4, 8, 64]}, "model.options.strides is [4, 8, 64]"),
     ],
 )
 def test_what_there_is_not_is_refused_with_what_there_is(name, options, told):

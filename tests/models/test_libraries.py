@@ -180,7 +180,7 @@ def test_the_main_output_is_out_or_the_first():
 @pytest.mark.parametrize(
     ("name", "keys", "told"),
     [
-        ("torchvision/fasterrcnn_resnet50_fpn", {}, "torchvision/fasterrcnn_resnet50_fpn has two stages, whose second sees"),
+        ("torchvision/fasterrcnn_resnet50_fpn", {}, "torchvision/fasterrcnn_resnet50_fpn resizes and normalizes"),
         ("torchvision/raft_small", {}, "finds the movement between two images"),
         ("torchvision/resnet18", {"auxiliary": 0.4}, "torchvision/resnet18 has no auxiliary heads and model.auxiliary=0.4;"),
         ("torchvision/fcn_resnet50", {"options": {"aux_loss": True}}, "set model.auxiliary to the weight of their loss"),

@@ -49,6 +49,8 @@ def test_every_parameter_of_a_model_learns(name, options, shape, wanted):
     found = tensors_of(model(image))
     if name == "gan":
         found += [features[-1] for features in answers_of(model.discriminator(image, *found))]
+    if name == "faster_rcnn":
+        found += model.roi_heads(torch.randn(2, options["features"], 7, 7, dtype=torch.float64))
     sum(one.square().sum() for one in found).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -146,8 +148,8 @@ def test_a_users_callable_is_given_the_sizes_it_asks_for(own):
     [
         (
             "resnt",
-            "models/ has no resnt.py; did you mean 'resnet'? It has: fcos, gan, resnet, restorer, retinanet, self_supervised, "
-            "unet.",
+            "models/ has no resnt.py; did you mean 'resnet'? It has: faster_rcnn, fcos, gan, resnet, restorer, "
+            "retinanet, self_supervised, ssd, unet.",
         ),
         ("torchvison/resnet18", "did you mean 'torchvision'? The part before / can be: monai, smp, timm, torchvision"),
         ("torchvision/resnet19", "torchvision has no model 'resnet19'; did you mean 'resnet1"),

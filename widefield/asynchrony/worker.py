@@ -49,7 +49,7 @@ class Worker:
         learner.model.zero_grad(set_to_none=True)
         with learner.arithmetic.autocast():
             output = learner.model(image)
-        loss = learner.loss_of(output, target)
+        loss = learner.loss_of(output, target, seeds=batch.seeds)
         (loss / max(1.0, count)).backward()
         gradient, absent = self.flat.gradient()
         change = self.flat.statistics() - state[state.numel() - (self.flat.of_push - self.flat.numel) :]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
-from widefield.detection.anchors import MapLevels, Size, anchors_on, cell_anchors, values_of_places
+from widefield.detection.anchors import MapLevels, Size, anchors_of_levels, values_of_places
 from widefield.detection.coding import decoded, encoded
 from widefield.detection.matching import BETWEEN, matched_by_overlap
 from widefield.detection.targets import ImageBoxes, boxes_in
@@ -41,16 +41,14 @@ class AnchorHeads:
     box_loss: BoxLoss = "l1"
 
     @property
-    def channels(self) -> tuple[int, ...]:
-        """Of each map of a level."""
+    def level_channels(self) -> list[tuple[int, ...]]:
+        """Of each map of each level."""
         anchors = len(self.sizes[0]) * len(self.ratios)
-        return anchors * self.classes, anchors * 4
+        return [(anchors * self.classes, anchors * 4)] * len(self.sizes)
 
     def anchors_of(self, size: Size, like: Tensor) -> list[Tensor]:
         """The anchors (n, 4) of each level of an image of `size`."""
-        cells = [cell_anchors(sizes, self.ratios) for sizes in self.sizes]
-        places = zip(self.levels.maps_of(size), self.levels.steps_of(size), cells, strict=True)
-        return [anchors_on(*place, like) for place in places]
+        return anchors_of_levels(self.levels, self.sizes, self.ratios, size, like)
 
     def losses(self, output: Sequence[Sequence[Tensor]], target: Tensor) -> Tensor:
         """(B, 2) the losses of classes and of boxes of each image."""

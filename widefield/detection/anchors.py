@@ -53,6 +53,15 @@ def anchors_on(map_size: Size, step: Size, cell: Tensor, like: Tensor) -> Tensor
     return (places + cell.to(like)).reshape(-1, 4)
 
 
+def anchors_of_levels(
+    levels: MapLevels, sizes: Sequence[Sequence[int]], ratios: Sequence[float], size: Size, like: Tensor
+) -> list[Tensor]:
+    """(n, 4) of each level of an image of `size`.  sizes: of each level's anchors, in pixels; ratios, like: see above."""
+    cells = [cell_anchors(own, ratios) for own in sizes]
+    places = zip(levels.maps_of(size), levels.steps_of(size), cells, strict=True)
+    return [anchors_on(*place, like) for place in places]
+
+
 def values_of_places(map_BCHW: Tensor, values: int) -> Tensor:
     """(B, rows * columns * A, values) from a map (B, A * values, rows, columns), in the order of `anchors_on`."""
     batch, channels, rows, columns = map_BCHW.shape

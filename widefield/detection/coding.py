@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+Weights = tuple[float, float]
+"""Of a center's and of a size's codes, as (10, 5) in SSD and in the second stage of Faster R-CNN."""
 _MOST_LOG = math.log(1000 / 16)
 """Of a side's growth, so that its exponential stays finite."""
 
@@ -21,17 +23,17 @@ def _centers(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return boxes[:, :2] + 0.5 * sides, sides
 
 
-def encoded(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """(N, 4): by how many sides the center is moved, and the logarithm of how the sides grow."""
+def encoded(boxes: Tensor, anchors: Tensor, weights: Weights = (1.0, 1.0)) -> Tensor:
+    """(N, 4): by how many sides the center is moved, and the logarithm of how the sides grow, times their weights."""
     (center, sides), (own_center, own_sides) = _centers(boxes), _centers(anchors)
-    return torch.cat([(center - own_center) / own_sides, torch.log(sides / own_sides)], dim=1)
+    return torch.cat([weights[0] * (center - own_center) / own_sides, weights[1] * torch.log(sides / own_sides)], dim=1)
 
 
-def decoded(codes: Tensor, anchors: Tensor) -> Tensor:
+def decoded(codes: Tensor, anchors: Tensor, weights: Weights = (1.0, 1.0)) -> Tensor:
     """The boxes (N, 4) that `encoded` would make the codes of."""
     own_center, own_sides = _centers(anchors)
-    center = codes[:, :2] * own_sides + own_center
-    half = 0.5 * (torch.exp(codes[:, 2:].clamp(max=_MOST_LOG)) * own_sides)
+    center = codes[:, :2] / weights[0] * own_sides + own_center
+    half = 0.5 * (torch.exp((codes[:, 2:] / weights[1]).clamp(max=_MOST_LOG)) * own_sides)
     return torch.cat([center - half, center + half], dim=1)
 
 

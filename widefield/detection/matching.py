@@ -17,11 +17,14 @@ _ENTRIES = 2**24
 """Of the table, at a time."""
 
 
-def matched_by_overlap(boxes: Tensor, levels: Sequence[Tensor], *, below: float, above: float) -> list[Tensor]:
+def matched_by_overlap(
+    boxes: Tensor, levels: Sequence[Tensor], *, below: float, above: float, rescues: bool = True
+) -> list[Tensor]:
     """Of each level's anchors (n, 4) the number (n,) of the box (N, 4) that overlaps most, BACKGROUND or BETWEEN (not learned).
 
     below, above: an IoU below the first is background, one from the second on is the box.  An anchor with the largest IoU that
-    a box has with any anchor learns in any case the box that it overlaps most itself, as torchvision's Matcher has it.
+    a box has with any anchor learns in any case the box that it overlaps most itself, as torchvision's Matcher has it, unless
+    `rescues` is false.
     """
     found = [torch.full((len(anchors),), BACKGROUND, device=boxes.device) for anchors in levels]
     if not len(boxes):
@@ -36,13 +39,33 @@ def matched_by_overlap(boxes: Tensor, levels: Sequence[Tensor], *, below: float,
         best[row], found[number][piece] = overlap.max(1).values, which_kept
         numbers.append(which)
     largest = best.max(0).values
-    for row, (number, piece) in enumerate(pieces):
+    for row, (number, piece) in enumerate(pieces if rescues else []):
         if not ((best[row] == largest) & (largest > 0)).any():
             continue
         overlap = box_iou(boxes, levels[number][piece])
         is_best = ((overlap == largest[:, None]) & (largest > 0)[:, None]).any(0)
         found[number][piece] = torch.where(is_best, numbers[row], found[number][piece])
     return found
+
+
+def matched_with_best(boxes: Tensor, levels: Sequence[Tensor], *, above: float) -> list[Tensor]:
+    """As `matched_by_overlap` with one limit, but that each box has its best anchor (SSD, Liu et al. 2016, arXiv:1512.02325).
+
+    Of equal anchors it is the first one; of boxes with the same best anchor the last one has it: torchvision's SSDMatcher.
+    """
+    found = matched_by_overlap(boxes, levels, below=above, above=above, rescues=False)
+    starts = [0, *torch.tensor([len(anchors) for anchors in levels]).cumsum(0).tolist()]
+    largest = boxes.new_zeros(len(boxes))
+    place = torch.zeros(len(boxes), dtype=torch.int64, device=boxes.device)
+    for number, anchors in enumerate(levels if len(boxes) else []):
+        for piece in _pieces(len(anchors), len(boxes)):
+            most, which = box_iou(boxes, anchors[piece]).max(1)
+            place = torch.where(most > largest, which + starts[number] + piece.start, place)
+            largest = torch.maximum(most, largest)
+    joined = torch.cat(found)
+    for box in (largest > 0).nonzero().flatten().tolist():
+        joined[place[box]] = box
+    return list(joined.split([len(anchors) for anchors in levels]))
 
 
 def matched_by_center(boxes: Tensor, levels: Sequence[Tensor], *, radius: float) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
-from widefield.detection.anchors import MapLevels, Size, anchors_on, cell_anchors, values_of_places
+from widefield.detection.anchors import MapLevels, Size, anchors_of_levels, values_of_places
 from widefield.detection.coding import centerness, sides_decoded
 from widefield.detection.matching import matched_by_center
 from widefield.detection.targets import ImageBoxes, boxes_in
@@ -32,15 +32,13 @@ class PointHeads:
     gamma: float = 2.0
 
     @property
-    def channels(self) -> tuple[int, ...]:
-        """Of each map of a level."""
-        return self.classes, 4, 1
+    def level_channels(self) -> list[tuple[int, ...]]:
+        """Of each map of each level."""
+        return [(self.classes, 4, 1)] * len(self.levels.strides)
 
     def anchors_of(self, size: Size, like: Tensor) -> list[Tensor]:
         """A square of the stride's side about each place of each level of an image of `size`."""
-        cells = [cell_anchors([stride], [1.0]) for stride in self.levels.strides]
-        places = zip(self.levels.maps_of(size), self.levels.steps_of(size), cells, strict=True)
-        return [anchors_on(*place, like) for place in places]
+        return anchors_of_levels(self.levels, [[stride] for stride in self.levels.strides], [1.0], size, like)
 
     def sums(self, output: Sequence[Sequence[Tensor]], target: Tensor) -> Tensor:
         """(4,) over the batch: the losses of classes, boxes and centerness, and the number of places that learn a box."""

@@ -49,7 +49,8 @@ class FoundBoxes:
 
 @dataclass(frozen=True)
 class Limits:
-    """score: the least.  overlap: the largest IoU of two boxes of one class.  candidates: of a level.  detections: of an image.
+    """score: the least.  overlap: the largest IoU of two boxes of one class.  candidates: of a level, or of a class.
+    detections: of an image.
 
     The last two are for up to a megapixel, and in proportion for more.
     """
@@ -61,7 +62,12 @@ class Limits:
 
     def most(self, number: int, size: Size) -> int:
         """`number`, of a megapixel or less, for an image of `size`."""
-        return -(-number * max(MEGAPIXEL, size[0] * size[1]) // MEGAPIXEL)
+        return scaled_to(number, size)
+
+
+def scaled_to(number: int, size: Size) -> int:
+    """A number of a megapixel or less, for an image of `size`: in proportion for more, rounded up."""
+    return -(-number * max(MEGAPIXEL, size[0] * size[1]) // MEGAPIXEL)
 
 
 def found_in(heads: Heads, output: Sequence[Sequence[Tensor]], size: Size, limits: Limits) -> FoundBoxes:
@@ -75,14 +81,40 @@ def found_in(heads: Heads, output: Sequence[Sequence[Tensor]], size: Size, limit
         chosen = above[order]
         left_out += len(above) - len(chosen)
         boxes = heads.boxes(level, anchors, chosen.div(heads.classes, rounding_mode="floor"))
-        parts.append((_clipped(boxes, size), scores[chosen], chosen % heads.classes))
+        parts.append((clipped(boxes, size), scores[chosen], chosen % heads.classes))
     boxes, scores, labels = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    kept = _not_suppressed(boxes, scores, labels, limits.overlap)
+    return _shown(boxes, scores, labels, size, limits, left_out)
+
+
+def found_of_classes(boxes: Tensor, scores: Tensor, size: Size, limits: Limits, *, smallest_px: float = 0.0) -> FoundBoxes:
+    """What is found in one image of `size` where each class takes its own best candidates.
+
+    boxes: (n, 4), or (n, classes, 4) of each class.  scores: (n, classes).  smallest_px: boxes with shorter sides are left out.
+    """
+    most, boxes = limits.most(limits.candidates, size), clipped(boxes, size)
+    parts, left_out = [(boxes.new_zeros(0, 4), scores.new_zeros(0), scores.new_zeros(0, dtype=torch.int64))], 0
+    for label in range(scores.shape[1]):
+        own, score = boxes if boxes.ndim == 2 else boxes[:, label], scores[:, label]
+        above = ((score > limits.score) & is_as_large(own, smallest_px)).nonzero().flatten()
+        order = score[above].sort(descending=True, stable=True).indices[:most]
+        chosen = above[order]
+        left_out += len(above) - len(chosen)
+        parts.append((own[chosen], score[chosen], torch.full_like(chosen, label)))
+    return _shown(*(torch.cat(columns) for columns in zip(*parts, strict=True)), size, limits, left_out)
+
+
+def is_as_large(boxes: Tensor, px: float) -> Tensor:
+    """(n,) whether both sides of boxes (n, 4) have so many pixels."""
+    return (boxes[:, 2:] - boxes[:, :2] >= px).all(1)
+
+
+def _shown(boxes: Tensor, scores: Tensor, labels: Tensor, size: Size, limits: Limits, left_out: int) -> FoundBoxes:
+    kept = not_suppressed(boxes, scores, labels, limits.overlap)
     shown = kept[: limits.most(limits.detections, size)]
     return FoundBoxes(boxes[shown], scores[shown], labels[shown], left_out, len(kept) - len(shown))
 
 
-def _not_suppressed(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:
+def not_suppressed(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:
     """The numbers of boxes that overlap no better one of their class by more, best first; of equal ones the first is better."""
     order = scores.sort(descending=True, stable=True).indices
     boxes, labels = boxes[order], labels[order]
@@ -96,6 +128,6 @@ def _not_suppressed(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: floa
     return order[torch.cat(kept).sort().values]
 
 
-def _clipped(boxes: Tensor, size: Size) -> Tensor:
+def clipped(boxes: Tensor, size: Size) -> Tensor:
     limits = boxes.new_tensor([size[1], size[0], size[1], size[0]])
     return torch.minimum(boxes.clamp(min=0), limits)

@@ -22,6 +22,7 @@ from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.tiled.api import tile_of, whole
 from widefield.training.assemble import Parts
 from widefield.training.batch_sharding import on_tiles
+from widefield.training.second_stage import completed
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,10 @@ class Asker:
     def _found(self, image: Tensor, batch: Batch) -> list[FoundBoxes]:
         with self.parts.arithmetic.autocast():
             output = whole(self.parts.model(image))
-        return self.parts.task.found(widened(output), [batch.shape[1:]] * len(image))  # type: ignore[attr-defined]
+        task, sizes = self.parts.task, [batch.shape[1:]] * len(image)
+        autocast = self.parts.arithmetic.autocast
+        output = completed(task, self.parts.model, widened(output), sizes, autocast=autocast)
+        return task.found(output, sizes)  # type: ignore[attr-defined]
 
     def _boxed(self, path: str, image: Transformed, found: FoundBoxes) -> Answer:
         boxes, kept = image.boxes_on_original(found.boxes.double().cpu())

@@ -60,6 +60,7 @@ from widefield.training.replica_kinds import check_replicas, replicas_of
 from widefield.training.replicas import Replicas
 from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
+from widefield.training.second_stage import check_second_stage, stages_named
 from widefield.training.state import only_deterministic_algorithms, seed_everything
 from widefield.training.streaming import check_tiles, look_ahead
 from widefield.training.turns import check_turns, divide, members_named
@@ -271,6 +272,7 @@ def _check(parts: Parts) -> None:
     check_scaling(parts.arithmetic, mesh.plan)
     check_stages(parts.task, config, mesh)
     check_turns(config, parts.task, mesh.plan)
+    check_second_stage(config, parts.task, mesh.plan)
     check_sampling(config, parts.dataset, labels=parts.dataset.labels)
 
 
@@ -298,7 +300,7 @@ def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:
     if learner.replicas is not None:
         check_same_model(learner.model, learner.mesh)
         broadcast_weights(learner.model, learner.mesh)
-    if members_named(learner.task):
+    if members_named(learner.task) or stages_named(learner.task):
         _parallelize_members(learner)
     else:
         sample, _ = meta_pass(learner)
@@ -318,13 +320,15 @@ def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:
 
 
 def _parallelize_members(learner: Learner) -> None:
-    """Each of the modules that learn by turns, and each of their averages."""
-    mesh, image, target = learner.replica, *meta_pass(learner)
+    """Each of the modules that learn by turns, or of the stages of a model, and each of their averages."""
+    mesh, image, target, learn_together = learner.replica, *meta_pass(learner), bool(stages_named(learner.task))
     models = [(learner.model, False)] if learner.ema is None else [(learner.ema.module, True), (learner.model, False)]
     for model, is_average in models:
         names = list(members_of(divide(model, learner.task, name=learner.config.model.name)))
-        steps = {one: TrialStep(partial(trial_step, learner, model, member=one), 2 / len(image)) for one in names}
-        samples = {one: learner.task.example(one, image, target) for one in names}  # type: ignore[attr-defined]
+        turns = {one: "" if learn_together else one for one in names}
+        steps = {one: TrialStep(partial(trial_step, learner, model, member=turns[one]), 2 / len(image)) for one in names}
+        example = (lambda *_: (image,)) if learn_together else learner.task.example  # type: ignore[attr-defined]
+        samples = {one: example(one, image, target) for one in names}
         parallelize_members(model, mesh, trial_steps=steps, samples=samples, is_average=is_average)
 
 

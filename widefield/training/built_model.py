@@ -10,11 +10,10 @@ from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
 from widefield.data import Dataset
 from widefield.own_code import is_code
-from widefield.parallel.members import members_of
 from widefield.tasks import Task, labels_of
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.given import Given
-from widefield.training.streaming import stream_as
+from widefield.training.streaming import stream_as, streamed_of
 from widefield.training.turns import divide
 
 
@@ -49,7 +48,7 @@ def built_model(
     if initial:
         reasons += models.load_weights_file(asked, model)
     if mesh.plan.stream is not None:
-        for member in members_of(model).values():
+        for member in streamed_of(model, task):
             stream_as(mesh.plan.stream, member, compiles=asked.compile)
     return model, reasons
 

@@ -18,15 +18,14 @@ def trial_step(learner: Learner, model: nn.Module | None = None, *, member: str 
     member: of a model whose modules learn by turns, the one whose loss it is.
     """
     image, target = (torch.cat([one, one]) for one in learner.prepared(learner.dummy_batch))
-    model = learner.model if model is None else model
+    model, twice = learner.model if model is None else model, replace(learner.dummy_batch, seeds=learner.dummy_batch.seeds * 2)
     if member:
-        twice = replace(learner.dummy_batch, seeds=learner.dummy_batch.seeds * 2)
         with learner.arithmetic.autocast(), learning(model, member, learner.replica.plan):
             turn = Turn(member, (), 0, learner.scaler_of(member))
             return loss_of_turn(learner.task, turn, model, image, target, twice) / 2
     with learner.arithmetic.autocast():
         output = model(image)
-    return learner.loss_of(output, target) / len(target)
+    return learner.loss_of(output, target, seeds=twice.seeds, model=model) / len(target)
 
 
 def inputs_of_a_pass(learner: Learner, member: str = "") -> tuple[Tensor, ...]:

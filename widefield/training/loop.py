@@ -27,7 +27,7 @@ pass; passes weigh as many samples as they have.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -45,13 +45,12 @@ from widefield.data.batch import Batch, chained
 from widefield.data.device import Preparation
 from widefield.data.order import Steps
 from widefield.data.transforms import seed_of
-from widefield.losses import widened
 from widefield.parallel.inactive import inactive
 from widefield.parallel.members import members_of
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.private_torch.tensors import foreach_mul_
-from widefield.tasks import Task, is_per_pixel, labels_of, scale_of
+from widefield.tasks import Task, is_per_pixel, scale_of
 from widefield.tiled.api import whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
@@ -62,6 +61,7 @@ from widefield.training.heads import has_heads, loss_of_heads
 from widefield.training.reads import Reads
 from widefield.training.replicas import Replicas
 from widefield.training.schedule import Schedule
+from widefield.training.second_stage import for_loss
 from widefield.training.step_reports import StepReports, nothing_counted
 from widefield.training.turns import Turn, drop_gradients_of_others, learning, loss_of_turn, members_named, turns_of
 
@@ -323,9 +323,10 @@ class Learner:
             return turn.scaler.scale(loss * factor).backward()
         image, target = self.prepared(batch)
         count = self.task.count(target) if batch.samples else 0
-        loss_of = self.loss_of if batch.samples else lambda output, target: self.loss_of(output, target) * 0.0
+        own = partial(self.loss_of, seeds=batch.seeds)
+        loss_of: Any = own if batch.samples else lambda output, target: own(output, target) * 0.0
         if self._finish is not None:
-            loss_of = partial(self._loss_of_all, samples=batch.samples)
+            loss_of = partial(self._loss_of_all, samples=batch.samples, seeds=batch.seeds)
         backward_of(
             self.model,
             image,
@@ -343,26 +344,29 @@ class Learner:
             loss = loss_of_turn(self.task, turn, self.model, image, target, batch)
         return (loss, len(target)) if batch.samples else (loss * 0.0, 0)
 
-    def loss_of(self, output: Any, target: Tensor) -> Tensor:
-        """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any."""
+    def loss_of(self, output: Any, target: Tensor, *, seeds: Sequence[int] = (), model: nn.Module | None = None) -> Tensor:
+        """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any.
+
+        seeds: of the samples, for a loss that draws.  model: that gave the output, if it is not the learner's.
+        """
         if has_heads(self.config.model, output):
             sums = not getattr(self.task, "counts_images", False)
             return loss_of_heads(self.config.model, output, target, self.loss_of, sums=sums)
-        return self.task.loss_sum(self._for_loss(output), target)
+        return self.task.loss_sum(self._for_loss(output, target, seeds, model), target)
 
-    def _for_loss(self, output: Any) -> Any:
-        """In float32 or wider; whole where targets are boxes, which anchors of all places are matched with."""
-        return widened(whole(output) if labels_of(self.task) == "boxes" else output)
+    def _for_loss(self, output: Any, target: Tensor, seeds: Sequence[int], model: nn.Module | None = None) -> Any:
+        """In float32 or wider; of boxes whole, and with what a second stage gives."""
+        return for_loss(self.task, model or self.model, output, target, autocast=self.arithmetic.autocast, seeds=seeds)
 
-    def _loss_of_all(self, output: Any, target: Tensor, *, samples: int) -> Tensor:
+    def _loss_of_all(self, output: Any, target: Tensor, *, samples: int, seeds: Sequence[int]) -> Tensor:
         """The loss of this pass's samples on all copies, of one replica, times their number; see the module's docstring.
 
         samples: how many of them this copy has; of a dummy batch 0, and its sums are multiplied by 0.
         """
         if has_heads(self.config.model, output):
-            of_all = partial(self._loss_of_all, samples=samples)
+            of_all = partial(self._loss_of_all, samples=samples, seeds=seeds)
             return loss_of_heads(self.config.model, output, target, of_all, sums=False)
-        own = whole(self.task.sums(self._for_loss(output), target)).double() * float(samples > 0)
+        own = whole(self.task.sums(self._for_loss(output, target, seeds), target)).double() * float(samples > 0)
         parts = torch.cat([own.detach().flatten(), own.new_full((1,), samples)])
         total = self.replica.sum_(parts if self.mesh.is_first_of_copy else torch.zeros_like(parts))
         sums = total[:-1].view(own.shape) + (own - own.detach())

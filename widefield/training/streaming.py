@@ -7,9 +7,12 @@ from torch import nn
 from widefield.config import StreamConfig
 from widefield.data.loader import Batch
 from widefield.parallel.members import members_of
-from widefield.streaming.api import stream
+from widefield.streaming.api import Streamed, stream
+from widefield.tasks import Task
 from widefield.training.example_pass import inputs_of_a_pass
 from widefield.training.loop import Learner
+from widefield.training.second_stage import stages_named
+from widefield.training.turns import members_named
 
 
 def stream_as(asked: StreamConfig, model: nn.Module, *, compiles: bool) -> None:
@@ -22,6 +25,12 @@ def stream_as(asked: StreamConfig, model: nn.Module, *, compiles: bool) -> None:
     stream(model, **asked.model_dump(exclude_defaults=True))
 
 
+def streamed_of(model: nn.Module, task: Task) -> list[nn.Module]:
+    """The parts of a model that see images: its members, but of two stages the first, since the second sees boxes."""
+    members = members_of(model)
+    return [members[name] for name in stages_named(task)[:1] or members]
+
+
 def look_ahead(learner: Learner) -> list[str]:
     """The reasons of what the stream chooses for the images of a pass, planned before the first step; [] without a stream.
 
@@ -31,8 +40,10 @@ def look_ahead(learner: Learner) -> list[str]:
         return []
     reasons = list[str]()
     for name, member in members_of(learner.model).items():
+        if not isinstance(member, Streamed):
+            continue
         with learner.arithmetic.autocast():
-            member._stream.program(member, inputs_of_a_pass(learner, name), {})
+            member._stream.program(member, inputs_of_a_pass(learner, name if name in members_named(learner.task) else ""), {})
         reasons += [f"{name + ': ' if name else ''}stream: {why}" for why in member._stream.reasons]
     return reasons
 

@@ -23,6 +23,7 @@ from widefield.parallel.members import members_of, set_members
 from widefield.plans import Plan
 from widefield.tasks import Task
 from widefield.training.freezing import why_gradients_are_dropped
+from widefield.training.second_stage import stages_named
 
 ONE = ("",)
 """The turns of a model that is one."""
@@ -54,16 +55,19 @@ def turns_of(task: Task, step: int) -> Sequence[str]:
 def divide(model: nn.Module, task: Task, *, name: str) -> nn.Module:
     """Tell `model` its members, which are its attributes of these names; returns it.  name: of the model, for the error.
 
+    They are modules that learn by turns, or the two stages of a detector.
     ValueError: it lacks one, or a parameter belongs to none of them or to two.
     """
-    names = members_named(task)
+    stages = stages_named(task)
+    names = stages or members_named(task)
     if not names:
         return model
     lacks = [one for one in names if not isinstance(getattr(model, one, None), nn.Module)]
     if lacks:
+        trains, instead = ("has two stages", "faster_rcnn") if stages else (f"trains {' and '.join(names)} by turns", "gan")
         raise ValueError(
-            f"the task trains {' and '.join(names)} by turns and model.name={name} gives a {type(model).__name__} without a "
-            f"module '{lacks[0]}'; take model.name=gan, or give a module with these attributes"
+            f"the task {trains} and model.name={name} gives a {type(model).__name__} without a module '{lacks[0]}'; take "
+            f"model.name={instead}, or give a module with the attributes {' and '.join(names)}"
         )
     set_members(model, {one: model.get_submodule(one) for one in names})
     return model

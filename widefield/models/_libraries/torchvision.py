@@ -65,15 +65,18 @@ def build(name: str, request: Request) -> nn.Module:
 
 def _why_no_detector(name: str) -> str:
     """Detectors of torchvision take lists of images and targets and give losses, or boxes; what is here in their place."""
-    if name.startswith(("retinanet", "fcos")):
+    ours = {"retinanet": "retinanet", "fcos": "fcos", "fasterrcnn": "faster_rcnn", "ssd300": "ssd"}.get(name.partition("_")[0])
+    if ours is not None:
+        same = "" if "mobilenet" in name or name == "fasterrcnn_resnet50_fpn_v2" else ", the same network,"
         return (
             f"torchvision/{name} resizes and normalizes images by itself, and its losses are of one device; take "
-            f"model.name={name.partition('_')[0]}, the same network with the same names of parameters, and task.name=detection"
+            f"model.name={ours}{same} and task.name=detection with task.options.method={ours}"
         )
-    why = "has one size of images, 300 px or so" if name.startswith("ssd") else "has two stages, whose second sees random boxes"
+    known = "RetinaNet, FCOS, SSD and Faster R-CNN"
+    what = "is SSD on MobileNet with layers of its own" if name.startswith("ssd") else "finds masks or key points"
     return (
-        f"torchvision/{name} {why}, and task.name=detection has the losses of RetinaNet and FCOS; take model.name=retinanet or "
-        "fcos"
+        f"torchvision/{name} {what}, and task.name=detection has {known} on backbones with a feature pyramid; take "
+        "model.name=ssd with model.options.backbone, or model.name=faster_rcnn for boxes"
     )
 
 
