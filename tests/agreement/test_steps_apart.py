@@ -57,9 +57,9 @@ def bad_from(step, number, *, where):
             passes = [replace(one, problem="image 7 is torn") for one in passes]
         return plain(self, passes, stop=stop)
 
-    def loss_of(self, output, target):
+    def loss_of(self, output, target, **options):
         factor = float("nan") if self.step + 1 == step and self.mesh.rank == number and self.model.training else 1.0
-        return plain(self, output, target) * factor
+        return plain(self, output, target, **options) * factor
 
     return {"learn": learned, "loss_of": loss_of}[where]
 
@@ -139,6 +139,33 @@ def test_a_guard_that_skips_counts_each_step_together(runs):
     assert [line["step"] for line in record(folder / "skips", "step")] == list(range(1, 10))
 
 
+SHARED = {"ZeRO-3": ["mesh.shard=2"], "tiles": ["mesh.space=[2,1]"]}
+"""Replicas of two ranks."""
+
+
+def shared_cases(mesh, folder):
+    """Of replicas of two ranks: how a run ends, and one in which one of the four ranks sees NaN."""
+    found = {name: ran(mesh, folder / name, [*LOCAL, *settings]) for name, settings in SHARED.items()}
+    for name, settings in SHARED.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Learner, "loss_of", bad_from(6, 3, where="loss_of"))
+            found[f"nan, {name}"] = ran(mesh, folder / f"nan, {name}", [*LOCAL, *settings])
+    return found
+
+
+def test_the_ranks_of_a_replica_are_held_back_together(tmp_path):
+    first, *others = on_ranks(4, shared_cases, tmp_path)
+    assert all({name: one[0] for name, one in of.items()} == {name: one[0] for name, one in first.items()} for of in others)
+    for name, settings in SHARED.items():
+        hand = ByHand(config_of([*LOCAL, *settings]), 2, 2 if name == "ZeRO-3" else 1).train(9)
+        assert first[name] == ("", "complete")
+        assert [line["loss"] for line in record(tmp_path / name, "step")] == pytest.approx(hand.losses, rel=1e-10)
+        kind, text = first[f"nan, {name}"]
+        assert kind == NonFiniteLossError.__name__ and "of step 6 is nan" in text and "replica 1 of 2 met it" in text
+        (refusal,) = record(tmp_path / f"nan, {name}", "guard")
+        assert len(refusal["index"]) == 6 and joined(tmp_path / f"nan, {name}", 6)[0].index.tolist() == refusal["index"]
+
+
 # ---------------------------------------------------------------------------------------------- who waits for whom
 
 
@@ -168,12 +195,12 @@ def held_up(mesh, folder, agreement, step):
     """Replica 0 waits in its second step until the other has come to `step`, counted from 1."""
     plain, done = Learner.loss_of, folder / "has_come"
 
-    def loss_of(self, output, target):
+    def loss_of(self, output, target, **options):
         if self.step == 1 and self.mesh.rank == 0:
             _wait_for(done)
         if self.step + 1 == step and self.mesh.rank == 1:
             done.touch()
-        return plain(self, output, target)
+        return plain(self, output, target, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "loss_of", loss_of)
