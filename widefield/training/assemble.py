@@ -37,7 +37,7 @@ from widefield.parallel.parallelize import (
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
 from widefield.parallel.strategies.data import broadcast_weights
-from widefield.tasks import Task, labels_of, views_of
+from widefield.tasks import Task, channels_of_output, labels_of, noise_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, check_scaling, choose_format, choose_precision
@@ -89,6 +89,11 @@ class Parts:
     tissue: dict[str, Tissue] | None = None
     """Of every slide, by its name, where the recipe asks for it."""
 
+    @property
+    def outputs(self) -> int:
+        """How many channels the model's output has."""
+        return channels_of_output(self.task, classes=len(self.dataset.classes), channels=self.dataset.channels)
+
     def preparation(self, *, train: bool) -> Preparation:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, cut = self.config.data, self.window is not None
@@ -108,6 +113,7 @@ class Parts:
             intensity=self.dataset.intensity,
             dims=self.dataset.dims,
             views=views_of(self.task),
+            noise=noise_of(self.task, dims=self.dataset.dims),
         )
 
     @property
@@ -198,7 +204,8 @@ def assemble(
 
 def _metrics(config: RunConfig, task: Task, dataset: Dataset, *, cut: bool) -> list[RecipeMetric]:
     spacing = partial(spacing_of, dataset.evaluate) if dataset.dims == 3 else None
-    return metrics_of(config.task, task, num_classes=len(dataset.classes), cut=cut, spacing_of=spacing)
+    classes = channels_of_output(task, classes=len(dataset.classes), channels=dataset.channels)
+    return metrics_of(config.task, task, num_classes=classes, cut=cut, spacing_of=spacing)
 
 
 def _opened(config: RunConfig, mesh: Mesh, given: Given, stored: Dataset | None) -> Scaled:
@@ -248,7 +255,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
         prepare=parts.preparation(train=True),
         steps=steps,
         dummy_batch=dummy_batch or dummy_batch_of(parts.reader(train=True), mesh),
-        best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
+        best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=parts.outputs),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
         scalers={member: parts.arithmetic.scaler() for member in members_named(parts.task)},
         replicas=_replicas(parts),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from widefield.tasks import is_per_pixel, scale_of
+from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.training.loop import Learner
 from widefield.training.turns import Turn, learning, loss_of_turn
 
@@ -43,7 +43,8 @@ def meta_pass(learner: Learner) -> tuple[Tensor, Tensor]:
     """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
     image, target = learner.prepare(learner.dummy_batch)
     rows, whole = _rows(learner), learner.dummy_batch.whole_shape
-    shape, wanted = (image.shape[1], *(whole or image.shape[1:])[-(image.ndim - 2) :]), tuple(target.shape[1:])
+    pixels_of_input = whole if whole is not None and labels_of(learner.task) != "noise" else image.shape[1:]
+    shape, wanted = (image.shape[1], *pixels_of_input[-(image.ndim - 2) :]), tuple(target.shape[1:])
     if whole is not None and is_per_pixel(learner.task):
         pixels = [scale_of(learner.task) * extent for extent in whole[1:]]
         wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)
