@@ -104,10 +104,10 @@ def test_predictions_of_images_are_refused_and_so_are_samples_of_other_runs(trai
     (tmp_path / "taken" / "a.png").touch()
     with pytest.raises(ValueError, match=r"taken has a.png already; name another --output"):
         sample_images(trained, [], World(), number=2, output=tmp_path / "taken")
-    other = wf.train("digits", "model.options={widths: [4], blocks: 1}", "schedule={name: constant, length: 1step, warmup: 0step}", "data.batch_size=8",
-                     "log.tensorboard=false", run=tmp_path / "other").folder  # fmt: skip
+    wf.train("digits", "model.options={widths: [4], blocks: 1}", "schedule={length: 1step, warmup: 0step}", "data.batch_size=8",
+             "log.tensorboard=false", run=tmp_path / "other")  # fmt: skip
     with pytest.raises(ValueError, match=r"this run's model reads images and makes none of noise; ask it by widefield predict"):
-        sample_images(other, [], World(), number=2)
+        sample_images(tmp_path / "other", [], World(), number=2)
 
 
 def test_an_export_takes_noise(trained, tmp_path):

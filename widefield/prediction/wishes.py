@@ -72,7 +72,7 @@ class Wishes:
             )
         if labels_of(parts.task) == "noise":
             raise ValueError(
-                "this run's generator makes images of noise and reads none; let it make some by widefield sample RUN --number 16"
+                "this run's generator makes images of noise and reads none; let it make some by widefield sample RUN"
             )
         asked = [name for name in ("probabilities", "overlays", "outlines") if getattr(self, name)]
         if asked and not parts.dataset.pixels:

@@ -45,7 +45,7 @@ def distance_of(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PixelMoments(Metric):
-    """distance: 0 of what is alike.  spread: 1 of images that vary as the real ones do, 0 where all that is made is one image."""
+    """distance: 0 of what is alike.  spread: 1 of images that vary as the real ones do, 0 where all that is made is alike."""
 
     full_state_update = False
     higher_is_better = False

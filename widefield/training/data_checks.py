@@ -111,10 +111,11 @@ def _check_views(config: RunConfig, dataset: Dataset) -> None:
 def _check_real_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
     """ValueError: noise of other dims than images, images that would be mixed, of which there are two, or without a range."""
     taking = f"task.name={config.task.name} makes images of noise"
-    if len(noise_of(task, dims=dataset.dims)) != 1 + dataset.dims:
+    noise = noise_of(task, dims=dataset.dims)
+    if len(noise) != 1 + dataset.dims:
         raise ValueError(
-            f"task.options.noise is {list(noise_of(task, dims=dataset.dims))} and images have {dataset.dims} dims; give a number, "
-            f"as 64, or channels and {dataset.dims} extents, as {[16, *[4] * dataset.dims]}"
+            f"task.options.noise is {list(noise)} and images have {dataset.dims} dims; give a number, as 64, or channels and "
+            f"{dataset.dims} extents, as {[16, *[4] * dataset.dims]}"
         )
     for field_name in ("mixup", "cutmix"):
         if share := getattr(config.data, field_name):
