@@ -67,7 +67,7 @@ def test_a_run_that_ends_in_the_backward_of_a_discriminators_turn_goes_on_bit_fo
 @pytest.mark.alone
 def test_a_rank_that_is_killed_in_a_discriminators_turn_is_replaced_and_nothing_is_lost(tmp_path):
     def go(folder: Path, **environment: str) -> None:
-        run("train", RECIPE.path, *SMALL, "mesh.replicate=2", "checkpoint.every=2step", "--run", folder, "--max-restarts", "1",
+        run("train", RECIPE.path, *SMALL, "mesh.replicate=2", "checkpoint.every=2step", "--run", folder, "--max-restarts", "1", status=0,
             env={**os.environ, **environment})  # fmt: skip
 
     go(tmp_path / "whole")
@@ -84,9 +84,11 @@ def test_the_evaluation_can_be_had_again(trained):
 # ---------------------------------------------------------------------------------------------- images that are asked for
 
 
-def test_a_plain_generator_makes_the_images_that_the_command_makes(trained, tmp_path):
-    """Image n of a seed, however many are asked for."""
-    run("sample", trained, "--number", "3", "--seed", "5", "--output", tmp_path / "made", "--weights", "last")
+@pytest.mark.parametrize("mesh", ["mesh.space=[2,1]", "mesh.shard=2"])
+def test_a_plain_generator_makes_the_images_that_the_command_makes(trained, tmp_path, mesh):
+    """On two ranks, which share each image, or images and weights: the second one has fewer batches."""
+    asked = ["--number", "3", "--seed", "5", "--weights", "last", "--batch-size", "1"]
+    run("sample", trained, mesh, *asked, "--output", tmp_path / "made")
     weights = load_file(trained / "weights.safetensors")
     plain = dcgan_generator(8, 1, width=4, strides=2).eval()
     plain.load_state_dict({name.removeprefix("generator."): value for name, value in weights.items() if name.startswith("gen")})

@@ -127,12 +127,13 @@ def test_twenty_steps_in_a_stream_are_those_of_one_rank():
     ]
 
 
+OWN = "'discriminators:with_batch_norm'"
 GREY = "{network: 'backbones:features_of_grey', size: null, mean: [0.5], std: [0.25]}"
 
 
 def of_many(mesh: Mesh) -> list[float]:
     """Of a pair of one's own with BatchNorm and dropout, too, and with FID and KID by a network of one's own."""
-    own = [*MANY, "model.options={generator: unet, generator_options: {widths: [4, 8]}, discriminator: 'discriminators:with_batch_norm'}",
+    own = [*MANY, f"model.options={{generator: unet, generator_options: {{widths: [4, 8]}}, discriminator: {OWN}}}",
            "task.options.noise=[3, 16, 16]", f"task.metrics=[{{fid: {GREY}}}, {{kid: {GREY}}}]"]  # fmt: skip
     return RECIPE.numbers(mesh, 4, *MANY) + RECIPE.numbers(mesh, 4, *own)
 
@@ -151,18 +152,18 @@ def test_uneven_batches_in_passes_with_averages_and_penalties_are_those_of_one_r
     ("settings", "error", "told"),
     [
         (["task.options.noise=0"], ValueError, r"task.options.noise is 0; a whole number above 0 is wanted"),
-        (["task.options.noise=[4, 4]"], ValueError, r"noise is \[4, 4\] and images have 2 dims; give a number, as 64, or channels"),
-        (["task.options.reconstruction=1"], ValueError, r"reconstruction is 1, which compares what is made with the image that it"),
+        (["task.options.noise=[4, 4]"], ValueError, r"noise is \[4, 4\] and images have 2 dims; give a number"),
+        (["task.options.reconstruction=1"], ValueError, r"reconstruction is 1, which compares what is made with"),
         (["task.options.feature_matching=1"], ValueError, r"task.options.feature_matching is 1, which compares"),
         (["task.loss=l1"], ValueError, r"task.loss is set and task.name=gan has a loss of its own"),
-        (["task.class_weights=balanced"], ValueError, r"task.class_weights is balanced and the task learns images, which have no"),
+        (["task.class_weights=balanced"], ValueError, r"task.class_weights is balanced and the task learns images"),
         (["data.mixup=0.5"], ValueError, r"data.mixup=0.5 mixes images and task.name=gan makes images of noise like each"),
         (["data.intensity.name=zscore"], ValueError, r"has no range of pixels that is known beforehand, which what is made is"),
         (["data={name: scene, options: {size: [16, 16], scenes: [4, 2], pairs: true}}"], NotImplementedError,
          r"data.name=scene has images as targets and task.name=gan makes images of noise like the data's; take data of images"),
         (["model.options.generator_options={strides: 2, start: 0}"], ValueError, r"model.options.start is 0; whole numbers"),
         (["model.options.generator_options={depth: 2}"], ValueError, r"generator_options \{'depth': 2\} do not fit"),
-        (["model.options.discriminator_options={scales: 2}"], ValueError, r"discriminator_options has scales; dcgan takes width"),
+        (["model.options.discriminator_options={scales: 2}"], ValueError, r"discriminator_options has scales; dcgan takes"),
         (["model={name: unet, options: {}}"], ValueError, r"trains generator and discriminator by turns and model.name=unet"),
         (["data.sampling=balanced", "task.options.noise=-1"], ValueError, r"task.options.noise is -1"),
     ],

@@ -22,7 +22,7 @@ from widefield.training.assemble import Parts
 
 
 @dataclass(frozen=True)
-class Sampled:
+class MadeOfNoise:
     """output: the folder of the images.  files: those that this rank wrote.  weights: in words."""
 
     output: Path
@@ -41,7 +41,7 @@ def sample_images(
     output: Path | None = None,
     weights: str | None = None,
     trust: bool = False,
-) -> Sampled:
+) -> MadeOfNoise:
     """Write images 0 to number - 1 of a seed, on the ranks of `world`.  Every rank calls it.
 
     output: the folder; None: predictions/seed_S of the run folder.  weights: None: the best, where the run has them.
@@ -57,7 +57,7 @@ def sample_images(
             for name, pixels in _named(parts, number, seed, batch_size)
         ]
         mesh.barrier()
-        return Sampled(folder, written, chosen.text)
+        return MadeOfNoise(folder, written, chosen.text)
 
 
 def _check(parts: Parts, folder: Path) -> None:

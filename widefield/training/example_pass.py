@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from widefield.fallback import Fallback
 from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.training.loop import Learner
 from widefield.training.turns import Turn, learning, loss_of_turn
@@ -51,6 +52,16 @@ def meta_pass(learner: Learner) -> tuple[Tensor, Tensor]:
     images = torch.empty((rows, *shape), dtype=image.dtype, device="meta")
     targets = torch.empty((rows, *wanted), dtype=target.dtype, device="meta")
     return images.to(memory_format=learner.prepare.format_of(images)), targets
+
+
+def gathered_maps(learner: Learner) -> list[Fallback]:
+    """The maps of a detector, which every rank has whole for anchors, matching and losses where the plan cuts images."""
+    mesh, (sample, _) = learner.mesh, meta_pass(learner)
+    if labels_of(learner.task) != "boxes" or not (mesh.grid.size > 1 or mesh.plan.stream is not None):
+        return []
+    size, itemsize = tuple(sample.shape[2:]), max(4, sample.dtype.itemsize)
+    held = learner.task.gathered_bytes(size, images=len(sample), itemsize=itemsize)  # type: ignore[attr-defined]
+    return [Fallback("gathered", "", "maps of all levels", held, "anchors of all places are matched with the boxes")]
 
 
 def _rows(learner: Learner) -> int:
