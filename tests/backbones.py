@@ -43,13 +43,17 @@ def features_of_one_channel() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True))
 
 
-def features_of_three_channels() -> nn.Module:
+def features_of_three_channels(channels: int = 3) -> nn.Module:
     """(B, 5) features, always the same."""
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    made = nn.Sequential(nn.Conv2d(channels, 5, 3, stride=2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     torch.random.set_rng_state(state)
     return made
+
+
+def features_of_grey() -> nn.Module:
+    return features_of_three_channels(1)
 
 
 def sum_of_all() -> Callable[[Tensor], Tensor]:

@@ -25,6 +25,7 @@ VERBS = (
     "launch",
     "evaluate",
     "predict",
+    "sample",
     "export",
     "verify",
     "plan",

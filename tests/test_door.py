@@ -142,8 +142,8 @@ def test_a_config_is_a_path_a_name_a_dict_or_a_config(tmp_path, monkeypatch):
     [
         (
             "digit",
-            r"no recipe at digit; did you mean 'digits'\? Packaged ones are: digits, digits_views, imagefolder, manifest, "
-            "masks, page, page_detection, page_restoration, page_streamed",
+            r"no recipe at digit; did you mean 'digits'\? Packaged ones are: digits, digits_gan, digits_views, imagefolder, "
+            "manifest, masks, page, page_detection, page_restoration, page_streamed",
         ),
         ("nowhere/digits.yaml", "no recipe at nowhere/digits.yaml"),
         (3, "the config is a int; give the path of a recipe, the name of a packaged one, a dict or a RunConfig"),

@@ -22,6 +22,7 @@ from widefield.naming import did_you_mean
 from widefield.parallel.members import members_of
 from widefield.parallel.parallelize import parallelize_average
 from widefield.plans import Plan, plan_of
+from widefield.tasks import noise_of
 from widefield.training.assemble import Parts, assemble, evaluate_parts
 from widefield.training.chosen_weights import Chosen, choose
 from widefield.training.disk import replace_text
@@ -96,7 +97,7 @@ def loaded_on_ranks(
 
 def _keep_part(parts: Parts) -> None:
     """Leave this rank its part of the model, where the mesh has shards, channels or stages.  Every rank calls it."""
-    shape = parts.dataset.evaluate.shape  # type: ignore[attr-defined]
+    shape = _shape_of_input(parts)
     like = torch.empty((2, *shape), dtype=parts.arithmetic.dtype, device="meta")
     sample = like.to(memory_format=parts.preparation(train=False).format_of(like))
     parts.model.eval()  # strategies look at the model in the mode in which it will run: without dropout
@@ -178,6 +179,11 @@ def _is_about_a_model(path: Path) -> bool:
     return True
 
 
+def _shape_of_input(parts: Parts) -> Sequence[int]:
+    """(C, *pixels) of an image, or of the noise that images are made of."""
+    return noise_of(parts.task, dims=parts.dataset.dims) or parts.dataset.evaluate.shape  # type: ignore[attr-defined]
+
+
 def _exported(model: nn.Module) -> nn.Module:
     """The part of a model that is for use: all of it, or what it says by its attribute `exported`, as without a projector."""
     return getattr(model, "exported", model)
@@ -201,7 +207,7 @@ def _onnx(parts: Parts, path: Path) -> None:
             f"onnx would have the first of the two stages of this model, {stages[0]}, alone: the second one, {stages[1]}, sees "
             "boxes that the task chooses; take --to safetensors, or predict with widefield"
         )
-    shape = parts.dataset.evaluate.shape  # type: ignore[attr-defined]
+    shape = _shape_of_input(parts)
     pair = torch.zeros(2, *shape, dtype=parts.arithmetic.dtype, device=parts.mesh.device)  # 1 would be exported as a constant
     batch = torch.export.Dim("batch", min=1)
     with warnings.catch_warnings():

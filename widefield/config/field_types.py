@@ -26,7 +26,7 @@ def _numbers(value: Any) -> Iterator[float]:
             yield one
 
 
-Labels = Literal["class", "classes", "values", "pixels", "layers", "image", "boxes", "views"]
+Labels = Literal["class", "classes", "values", "pixels", "layers", "image", "boxes", "views", "noise"]
 """What a sample's target is, and a task learns.
 
 class: an int.  classes: (K,) uint8 of 0 and 1, of several classes at a time.  values: (K,) float32, of a regression.
@@ -34,6 +34,7 @@ pixels: (H, W) class numbers, uint8 or int64.  layers: (K, H, W) uint8 of 0 and 
 image: (K, s H, s W) of the image's own dtype, another image, s times as large along each dim.
 boxes: (N, 7) float64, the boxes of objects and their classes, see widefield/detection/targets.py.
 views: of tasks alone, which look at no target but at two views of each image.
+noise: of tasks alone, whose model makes images of noise; the image itself, from 0 to 1, is what they are compared with.
 Of volumes (D, H, W), (K, D, H, W) and (K, s D, s H, s W).
 """
 Options = Annotated[dict[str, Any], AfterValidator(_finite)]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from widefield.data import Labels
 from widefield.data.intensity import Intensity
 from widefield.data.loader import Batch
-from widefield.data.transforms import Transforms
+from widefield.data.transforms import Transforms, seed_of
 from widefield.geometry.box import slices
 
 
@@ -39,18 +39,23 @@ class Preparation:
     dims: int = 2
     views: int = 1
     """How many views of each image are joined by their channels."""
+    noise: tuple[int, ...] = ()
+    """(Z, *extents) of the noise that images are made of; (): they are made of no noise."""
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images (B, C, *pixels) of `dtype`, and targets.
+        """Images (B, C, *pixels) of `dtype`, or noise (B, Z, *extents), which ranks of tiles have whole, and targets.
 
         Targets by kind: class: (B,) int64, or (B, num_classes) shares of mixed images.  classes, values: (B, K) of `dtype`.
         pixels: (B, *pixels) int64.  layers: (B, K, *pixels) uint8, an eighth of the bytes.  image: (B, K, *pixels) of `dtype`,
         scaled as images are, without mean and std: integers to 0..1.
+        noise: the images themselves, (B, C, *pixels) of `dtype`, scaled as targets that are images.
         boxes: (B, 1 + most, 7) float64, in pixels of the whole images, see widefield/detection/targets.py.
         """
         image = batch.image.to(self.device, non_blocking=True)
         if self.augment.steps:
             image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
+        if self.noise:
+            return self._noise_of(batch), self._between_0_and_1(image)
         views = [self.scaled(view, batch.moments) for view in image.chunk(self.views, 1)]
         image = views[0] if self.views == 1 else torch.cat(views, 1)
         target = self._target(batch.target.to(self.device, non_blocking=True))  # after what scaling the image takes
@@ -68,11 +73,20 @@ class Preparation:
         if self.labels in ("layers", "boxes"):
             return target
         if self.labels == "image":
-            low, high = self.range_of(target.dtype)
-            target = target.to(self.dtype, copy=True)
-            target = target if self.intensity.clip is None else target.clamp_(low, high)
-            return target.sub_(low).div_(high - low)
+            return self._between_0_and_1(target)
         return target.to(self.dtype) if self.labels in ("classes", "values") else target.long()
+
+    def _between_0_and_1(self, image: Tensor) -> Tensor:
+        low, high = self.range_of(image.dtype)
+        image = image.to(self.dtype, copy=True)
+        image = image if self.intensity.clip is None else image.clamp_(low, high)
+        return image.sub_(low).div_(high - low)
+
+    def _noise_of(self, batch: Batch) -> Tensor:
+        """Normal, drawn for each sample by its seed alone; in an evaluation, whose seeds do not change, always the same."""
+        seeds = batch.seeds or [0] * len(batch.image)  # stand-ins of the planner have none
+        drawn = torch.stack([noise_of_seed(seed, self.noise) for seed in seeds])
+        return drawn.to(self.device, self.dtype)
 
     def range_of(self, dtype: torch.dtype) -> tuple[float, float]:
         """The pixel values that are 0 and 1 in targets that are images; data_checks.py refuses others for each channel."""
@@ -122,6 +136,12 @@ class Preparation:
         own = target_B if self.labels == "classes" else F.one_hot(target_B, self.num_classes).to(self.dtype)
         share = share_B.to(self.device, self.dtype).unsqueeze(1)
         return torch.lerp(image, image[partner], weight), torch.lerp(own[partner], own, share)
+
+
+def noise_of_seed(seed: int, shape: Sequence[int]) -> Tensor:
+    """float32 on the CPU, whatever the device and the arithmetic are."""
+    generator = torch.Generator().manual_seed(seed_of(seed, "noise"))
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
 def _inside(box: Tensor, size: Sequence[int]) -> Tensor:

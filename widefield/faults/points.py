@@ -181,8 +181,18 @@ def _in_backward(stack: ExitStack, injector: Injector) -> None:
 
         return watched
 
+    def of_turn(loss_of: Callable[..., tuple[Tensor, int]]) -> Callable[..., tuple[Tensor, int]]:
+        def watched(*args: Any) -> tuple[Tensor, int]:
+            loss, count = loss_of(*args)
+            if loss.grad_fn is not None:
+                _node_before(loss.grad_fn).register_prehook(in_graph)
+            return loss, count
+
+        return watched
+
     for name in _LOSSES:
         _replace(stack, loop.Learner, name, of_loss)
+    _replace(stack, loop.Learner, "_loss_of_turn", of_turn)
     _in_backward_of_stages(stack, injector)
 
 

@@ -30,12 +30,14 @@ def build(
     in_channels: int,
     num_classes: int,
     dims: int | None = None,
+    from_noise: bool = False,
     pretrained: bool = False,
     reasons: list[str] | None = None,
 ) -> nn.Module:
     """The network that a config names, for images of `in_channels` channels and `num_classes` classes.
 
     dims: of the images' pixels, 3 of volumes; None: as the network's options say.
+    from_noise: the input is noise of `in_channels` channels, and not an image; a model that takes this gets it.
     pretrained: load the weights that `model.pretrained` names; without it the network is only built as they want it.
     reasons: gets what of the weights was loaded, in words.
     ValueError: no such model, arguments that it does not take, pretrained weights that are not there, or a named network for
@@ -50,7 +52,7 @@ def build(
         request = Request(config, in_channels, num_classes, dims, pretrained, [] if reasons is None else reasons)
         model = _of_library(config, library, request)
     else:
-        known = {"dims": dims} if dims is not None else {}
+        known = ({"dims": dims} if dims is not None else {}) | ({"from_noise": True} if from_noise else {})
         model = _without_library(config, {"in_channels": in_channels, "num_classes": num_classes}, known)
     if dims is not None and not is_code(config.name):
         refuse_other_dims(config.name, model, dims)

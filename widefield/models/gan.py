@@ -1,9 +1,9 @@
 """A generator and a discriminator as one model, for the task `gan`; calling it makes images.
 
-Generators: `unet` (widefield's), `pix2pixhd`, `restorer`, or any other name that model.name can have.
-Discriminators: `patch`, `multiscale`, or `package.module:callable`.
+Generators: `unet` (widefield's), `pix2pixhd`, `restorer`, `dcgan` of noise, or any other name that model.name can have.
+Discriminators: `patch`, `multiscale`, `dcgan`, or `package.module:callable`.
 A discriminator is called with the input and the image that it judges, and joins them; one whose forward takes one image alone,
-of the channels of both, gets them joined.
+of the channels of both, gets them joined.  Where images are made of noise it is called with the image alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from widefield.config import ModelConfig
 from widefield.models import build as build_named
 from widefield.models import check_counts
+from widefield.models._dcgan import DISCRIMINATOR_DEFAULTS, dcgan_discriminator, dcgan_generator
 from widefield.models._of_dims import AVERAGE_POOL, CONV, CONV_TRANSPOSE, INSTANCE_NORM, REFLECTION_PAD, check_dims
 from widefield.naming import did_you_mean
 from widefield.own_code import code_named, is_code, takes
@@ -31,7 +32,7 @@ class Adversaries(nn.Module):
         self.generator, self.discriminator = generator, discriminator
 
     def forward(self, image: Tensor) -> Any:
-        """What the generator makes."""
+        """What the generator makes of an image, or of noise."""
         return self.generator(image)
 
 
@@ -126,8 +127,8 @@ def pix2pixhd(
     return nn.Sequential(*layers, REFLECTION_PAD[dims](3), last)
 
 
-GENERATORS = {"pix2pixhd": pix2pixhd}
-_CHECKED = ("width", "blocks", "strides", "scales")
+GENERATORS = {"pix2pixhd": pix2pixhd, "dcgan": dcgan_generator}
+_CHECKED = ("width", "blocks", "strides", "scales", "start")
 
 
 def build(
@@ -135,21 +136,24 @@ def build(
     num_classes: int,
     *,
     dims: int = 2,
+    from_noise: bool = False,
     generator: str = "pix2pixhd",
     generator_options: dict[str, Any] | None = None,
     discriminator: str = "patch",
     discriminator_options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """num_classes: channels of the images that are made.
+    """num_classes: channels of the images that are made.  from_noise: of noise, which the discriminator is not called with.
 
-    generator_options: of pix2pixhd width, blocks, strides.
+    generator_options: of pix2pixhd width, blocks, strides; of dcgan width, strides, start, normalized.
     discriminator_options: width, strides, spectral (spectral norms), normalized (instance norms), features (whether it gives
-        those of all layers, which task.options.feature_matching compares) and, of multiscale, scales.
+        those of all layers, which task.options.feature_matching compares) and, of multiscale, scales; of dcgan width, strides,
+        start, spectral, normalized (batch norms).
     ValueError: no such module, or options that it does not take.
     """
     check_dims(dims)
     made = _generator(generator, generator_options or {}, in_channels, num_classes, dims)
-    judge = _discriminator(discriminator, discriminator_options or {}, in_channels + num_classes, dims)
+    judged = num_classes if from_noise else in_channels + num_classes
+    judge = _discriminator(discriminator, discriminator_options or {}, judged, dims)
     return Adversaries(made, judge)
 
 
@@ -170,6 +174,7 @@ def _discriminator(name: str, options: dict[str, Any], in_channels: int, dims: i
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "patch": (PatchDiscriminator, defaults),
         "multiscale": (MultiscaleDiscriminator, defaults | {"scales": 2}),
+        "dcgan": (dcgan_discriminator, DISCRIMINATOR_DEFAULTS),
     }
     if name not in kinds:
         raise ValueError(
@@ -189,7 +194,7 @@ def _takes_several(module: nn.Module) -> bool:
 
 
 def _called(build_it: Any, which: str, options: dict[str, Any], *given: Any, **known: Any) -> Any:
-    check_counts(**{key: value for key, value in options.items() if key in _CHECKED})
+    check_counts(**{key: value for key, value in options.items() if key in _CHECKED and (key, value) != ("start", None)})
     try:
         return build_it(*given, **known, **options)
     except TypeError as error:

@@ -39,9 +39,13 @@ def pixels_of(image: Tensor, of: tuple[float, float], dtype: torch.dtype) -> Ten
     return values.round().clamp(least, most).to(torch.int32).to(dtype)
 
 
-def suffix_of_restored(path: Path, dataset: Dataset) -> str:
-    """The suffix of the answer for the image at `path`; see the top."""
-    suffix, channels, tiff = path.suffix.lower(), len(dataset.classes), importlib.util.find_spec("tifffile") is not None
+def suffix_of_restored(path: Path, dataset: Dataset, *, channels: int | None = None) -> str:
+    """The suffix of the answer for the image at `path`; see the top.  channels: of the answer; None: those of targets."""
+    suffix, channels, tiff = (
+        path.suffix.lower(),
+        channels or len(dataset.classes),
+        importlib.util.find_spec("tifffile") is not None,
+    )
     if dataset.dims == 3 or suffix == ".npy":
         return ".npy"
     fits_png = (dataset.dtype, channels) in ((torch.uint8, 1), (torch.uint8, 3), (torch.uint16, 1))

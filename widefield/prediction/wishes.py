@@ -70,6 +70,10 @@ class Wishes:
                 "this run learned embeddings of views without labels, and answers nothing; export its backbone (widefield "
                 "export), and train a network that starts from it: model.weights, with model.weights_strict=false"
             )
+        if labels_of(parts.task) == "noise":
+            raise ValueError(
+                "this run's generator makes images of noise and reads none; let it make some by widefield sample RUN"
+            )
         asked = [name for name in ("probabilities", "overlays", "outlines") if getattr(self, name)]
         if asked and not parts.dataset.pixels:
             raise ValueError(

@@ -78,7 +78,7 @@ def pictures(folder: Path, evaluation: Mapping[str, Any] | None) -> list[dict[st
     """The images with the highest loss: id, truth, prediction, probability, loss, and the picture as a data URI."""
     listed: Iterable[Mapping[str, Any]] = (evaluation or {}).get("mistakes") or []
     return [
-        {**mistake, **_picture(folder, mistake["picture"]), "probability": _percent(mistake["probability"]),
+        {**mistake, **picture(folder, mistake["picture"]), "probability": _percent(mistake["probability"]),
          "loss": f"{float(mistake['loss']):.3g}", "wrong": mistake["truth"] != mistake["prediction"]}
         for mistake in listed
     ]  # fmt: skip
@@ -101,12 +101,12 @@ def opened(folder: Path, name: str) -> Image.Image:
     return image
 
 
-def _picture(folder: Path, name: str) -> dict[str, Any]:
+def picture(folder: Path, name: str, *, longest_px: int = PICTURE_PX) -> dict[str, Any]:
     """The picture as a data URI; None where the file is missing, is no picture, or is outside of the run folder."""
     try:
         with opened(folder, name) as image:
             tiny = max(image.size) <= TINY_PX
-            image.thumbnail((PICTURE_PX, PICTURE_PX))
+            image.thumbnail((longest_px, longest_px))
             png = io.BytesIO()
             image.save(png, "PNG")
     except (OSError, ValueError, SyntaxError):  # what Pillow raises for a damaged file

@@ -22,7 +22,7 @@ from widefield import plans
 from widefield.config.strategies import AXES
 from widefield.own_code import is_object
 from widefield.quantity import bytes_text, count_of
-from widefield.report import bytes_read, mistakes, plots, run_whole, samples, stages
+from widefield.report import bytes_read, grids, mistakes, plots, run_whole, samples, stages
 from widefield.report.class_scores import class_scores
 from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
 from widefield.report.filling import from_files, render
@@ -115,6 +115,7 @@ def _page(run: _RunPage) -> str:
         scores=class_scores(run.evaluation),
         mistakes=mistakes.pictures(run.folder, run.evaluation),
         samples=samples.samples(run.folder, run.evaluation, _space(run.start)),
+        grids=grids.grids(run.folder, run.evaluation, run.of("evaluation")),
         shown=(run.evaluation or {}).get("shown"),
         legend=samples.legend(run.evaluation),
         labels=(run.evaluation or {}).get("labels"),

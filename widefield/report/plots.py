@@ -72,6 +72,8 @@ def evaluation_curve(
             above.plot(epochs, values, color=colour, label=name, **marker)
         if metrics:
             above.legend(**ABOVE, handlelength=1.2)
+        if _are_of_unlike_size(list(metrics.values())[:3]):
+            _log_scale(above, sorted(value for values in list(metrics.values())[:3] for value in values))
         below.plot(epochs, losses, color=SERIES[3], **marker)
         _loss_scale(below, np.asarray(losses, float))
         if len(epochs) == 1:
@@ -85,6 +87,14 @@ def evaluation_curve(
         below.set_ylabel("loss")
         above.set_ylabel("%" if metrics and all(re.fullmatch(r"top-\d+", name) for name in metrics) else "metric")
         return drawn(figure, "metrics and loss of evaluations by epoch")
+
+
+def _are_of_unlike_size(curves: Sequence[Sequence[float]]) -> bool:
+    """Whether one curve would be flat on another's scale: all numbers are above 0, and some curves 100 times others."""
+    if not all(math.isfinite(value) and value > 0 for values in curves for value in values) or len(curves) < 2:
+        return False
+    sizes = [float(np.median(values)) for values in curves]
+    return max(sizes) > 100 * min(sizes)
 
 
 def _name_the_only_point(axes: Axes, epoch: float, values: Sequence[float]) -> None:
@@ -192,13 +202,18 @@ def _loss_scale(axes: Axes, losses: np.ndarray) -> str:
     """A logarithmic scale where losses span more than a factor of 30, for the end of training hides on a linear one."""
     finite = losses[np.isfinite(losses)]
     if len(finite) and finite.min() > 0 and finite.max() > 30 * finite.min():
-        axes.set_yscale("log")
-        decades = math.log10(finite.max() / finite.min())
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if decades < 4 else (1,)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        _log_scale(axes, sorted(finite))
         return "; logarithmic scale"
     return ""
+
+
+def _log_scale(axes: Axes, rising: Sequence[float]) -> None:
+    """rising: what is drawn, all above 0."""
+    axes.set_yscale("log")
+    decades = math.log10(rising[-1] / rising[0])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if decades < 4 else (1,)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: "")
 
 
 def _left_out(losses: np.ndarray) -> str:

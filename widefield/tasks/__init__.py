@@ -93,12 +93,26 @@ def labels_of(task: Task) -> Labels:
 
 def is_per_pixel(task: Task) -> bool:
     """Whether targets have labels, or values, for every pixel, and not for every image."""
-    return labels_of(task) in ("pixels", "layers", "image")
+    return labels_of(task) in ("pixels", "layers", "image", "noise")
 
 
 def views_of(task: Task) -> int:
     """How many views of each image a task learns from: 2 of one that learns without labels, 1 of others."""
     return 2 if labels_of(task) == "views" else 1
+
+
+def noise_of(task: Task, *, dims: int) -> tuple[int, ...]:
+    """(Z, *extents) of the noise that the model makes an image of, of a task that has images of noise; () of others.
+
+    dims: of the images' pixels.  Noise of Z numbers is a map of one pixel.
+    """
+    asked = tuple(getattr(task, "noise", ())) if labels_of(task) == "noise" else ()
+    return asked + (1,) * dims if len(asked) == 1 else asked
+
+
+def channels_of_output(task: Task, *, classes: int, channels: int) -> int:
+    """How many channels a model's output has: that of the classes, or of an image that is made of noise that of the images'."""
+    return channels if labels_of(task) == "noise" else classes
 
 
 def scale_of(task: Task) -> int:
@@ -182,7 +196,7 @@ def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
         return torch.randn(count, 2, 8, generator=generator), torch.zeros(count)
     if labels == "layers":
         return tuple(torch.randint(2, (4, num_classes, 8, 5), generator=generator, dtype=torch.uint8) for _ in range(2))
-    if labels == "image":
+    if labels in ("image", "noise"):
         return tuple(torch.rand(4, num_classes, 8, 7, generator=generator) for _ in range(2))
     if labels == "values":
         return tuple(torch.randn(count, num_classes, generator=generator) for _ in range(2))

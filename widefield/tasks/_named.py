@@ -79,6 +79,7 @@ NAMED: dict[str, dict[str, Callable[..., Metric]]] = {
     "image": {},
     "boxes": {},
     "views": {},
+    "noise": {},
 }
 """By kind of labels and name, what makes the metric: it gets num_classes and ignore_index where it takes them."""
 
@@ -87,10 +88,12 @@ _OF_PIXELS: dict[str, Callable[..., CaseMetric]] = {
     "iou_cases": partial(CaseOverlap, "iou"),
     "surface": SurfaceDistance,
 }
+_OF_IMAGES: dict[str, Callable[..., CaseMetric]] = {"swd": SlicedWasserstein, "fid": FrechetDistance, "kid": KernelDistance}
 CASES_OF: dict[str, dict[str, Callable[..., CaseMetric]]] = {
     "pixels": _OF_PIXELS,
     "layers": _OF_PIXELS,
-    "image": {"swd": SlicedWasserstein, "fid": FrechetDistance, "kid": KernelDistance},
+    "image": _OF_IMAGES,
+    "noise": _OF_IMAGES,
 }
 """By kind of labels, metrics that have a row of a table per case; each gets CaseSizes."""
 

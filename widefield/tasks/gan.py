@@ -1,4 +1,6 @@
-"""Image to image by a generator and a discriminator that learn by turns, as pix2pix and pix2pixHD do.
+"""Images from images, or from noise, by a generator and a discriminator that learn by turns.
+
+From images, as pix2pix and pix2pixHD do:
 
 The discriminator is called with an input and its target, or with what the generator makes of the input.  Each turn's loss is a
 mean over samples:
@@ -8,6 +10,9 @@ mean over samples:
 
 z is a point between y and G(x), drawn for each sample.  Penalties are on gradients at the images alone, not at the inputs.
 Evaluation, answers and the result are those of `restoration`.
+
+From noise, as DCGAN does, y is an image of the data, x is noise drawn for each sample, and the discriminator judges D(y) and
+D(G(x)) without seeing x.  There is no image that G(x) should be, so nothing is compared pixel by pixel.
 """
 
 from __future__ import annotations
@@ -19,9 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import MetricCollection
 
+from widefield.config.field_types import Labels
 from widefield.losses import widened
-from widefield.tasks import SampleDraws
+from widefield.tasks import SampleDraws, output_of
 from widefield.tasks._adversarial import (
     answers_of,
     apart,
@@ -31,6 +38,7 @@ from widefield.tasks._adversarial import (
     scores_of,
     square_of_gradient,
 )
+from widefield.tasks._pixel_moments import PixelMoments, distance_of, moments_of
 from widefield.tasks.restoration import Restoration
 
 GENERATOR, DISCRIMINATOR = "generator", "discriminator"
@@ -86,7 +94,11 @@ class ImageTranslation(Restoration):
 
     def example(self, member: str, image: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         """What the member is called with, of images and targets."""
-        return (image,) if member == GENERATOR else (image, target.to(image.dtype))
+        return (image,) if member == GENERATOR else self.judged(image, target.to(image.dtype))
+
+    def judged(self, image: Tensor, picture: Tensor) -> tuple[Tensor, ...]:
+        """What the discriminator is called with, of an input and a picture that is its target or made of it."""
+        return (image, picture)
 
     def turn_loss(self, member: str, model: Any, image: Tensor, target: Tensor, *, draw: SampleDraws, step: int) -> Tensor:
         """The sum over samples of the loss of the member whose turn it is.  step: counted from 0."""
@@ -98,7 +110,7 @@ class ImageTranslation(Restoration):
         loss = loss_named(self.adversarial.loss)
 
         def discriminate(one: Tensor) -> Any:
-            return model.discriminator(image, one)
+            return model.discriminator(*self.judged(image, one))
 
         real, fake = (scores_of(discriminate(one)) for one in (target, made))
         total = (judged(real, loss.real) + judged(fake, loss.fake)).sum()
@@ -109,12 +121,12 @@ class ImageTranslation(Restoration):
     def _of_generator(self, model: Any, image: Tensor, target: Tensor) -> Tensor:
         asked = self.adversarial
         output = self.fitting(model.generator(image), target)
-        made = answers_of(model.discriminator(image, output.to(image.dtype)))
+        made = answers_of(model.discriminator(*self.judged(image, output.to(image.dtype))))
         scores = [features[-1] for features in made]
         total = asked.adversarial_weight * judged(scores, loss_named(asked.loss).made).sum()
         if asked.feature_matching:
             with torch.no_grad():
-                real = answers_of(model.discriminator(image, target))
+                real = answers_of(model.discriminator(*self.judged(image, target)))
             total = total + asked.feature_matching * apart(made, real).sum()
         if asked.reconstruction:
             mean = self.loss_sum(widened(output), target) * (len(target) / self._loss.count(target))
@@ -135,17 +147,97 @@ class ImageTranslation(Restoration):
         return torch.stack(each).sum()
 
 
+@dataclass(frozen=True)
+class ImageGeneration(ImageTranslation):
+    """Images are made of noise; targets are the data's images, (B, K, *pixels) from 0 to 1.
+
+    noise: (Z,) numbers, or a map of (Z, *extents).  The loss of an evaluation is `distance`, see _pixel_moments.py.
+    """
+
+    headline: str = "distance"
+    higher_is_better: bool = False
+    labels: Labels = "noise"
+    noise: tuple[int, ...] = (64,)
+
+    def __post_init__(self) -> None:
+        """There is no loss of pixels."""
+
+    def judged(self, image: Tensor, picture: Tensor) -> tuple[Tensor, ...]:
+        return (picture,)
+
+    def fitting(self, output: Tensor, target: Tensor) -> Tensor:
+        output = output_of("gan", output, batch=len(target), classes=self.num_classes, pixels=True)
+        if output.shape[2:] != target.shape[2:]:
+            wanted, got = (" x ".join(map(str, image.shape[2:])) for image in (target, output))
+            raise ValueError(
+                f"the images are {wanted} pixels and the generator makes {got} of noise {list(self.noise)}; set its sizes (of "
+                "dcgan, images are start * 2^strides a side, or 2^strides times the noise), or bring images to that size by "
+                "Resize, or CenterCrop, in data.read and data.read_evaluate"
+            )
+        return output
+
+    def measures(self, output: Tensor, target: Tensor) -> Tensor:
+        return moments_of(self.fitting(output, target), target)
+
+    @property
+    def counts_images(self) -> bool:
+        return True
+
+    def sums(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return self.measures(output, target).sum(0)
+
+    def finish(self, sums: Tensor) -> Tensor:  # type: ignore[override]
+        return distance_of(sums)[0]
+
+    def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.finish(self.sums(output, target)) * len(target)
+
+    def count(self, target: Tensor) -> int:
+        return len(target)
+
+    def metrics(self) -> MetricCollection:
+        return MetricCollection({"moments": PixelMoments(self.num_classes)}, compute_groups=False)
+
+    def sentence(self, values: dict[str, float]) -> str:
+        return f"distance {values['distance']:.4f}, spread {values['spread']:.3f}"
+
+
 def build(
-    num_classes: int, *, adversarial: str = "hinge", steps: Any = (DISCRIMINATOR, GENERATOR), **weights: float
+    num_classes: int,
+    *,
+    adversarial: str = "hinge",
+    steps: Any = (DISCRIMINATOR, GENERATOR),
+    noise: int | Sequence[int] | None = None,
+    **weights: float,
 ) -> ImageTranslation:
     """adversarial: hinge, non_saturating, lsgan or wasserstein.  weights: the other fields of Adversarial.
 
     steps: whose turns a step has, in order, as [discriminator, generator]; or a list of such lists, of which the steps take one
         after the other, as [[discriminator], [discriminator, generator]] for two batches of the discriminator per one of the
         generator.
+    noise: images are made of so many numbers, or of a map [channels, *extents]; None: of the images of pairs.
     ValueError: an option out of range, or turns of nobody.  TypeError: an unknown option.
     """
+    if noise is not None:
+        return _of_noise(num_classes, Adversarial(adversarial, _steps(steps), **({"reconstruction": 0.0} | weights)), noise)  # type: ignore[arg-type]
     return ImageTranslation(num_classes, adversarial=Adversarial(adversarial, _steps(steps), **weights))  # type: ignore[arg-type]
+
+
+def _of_noise(channels: int, asked: Adversarial, noise: Any) -> ImageGeneration:
+    """ValueError: it is no shape of noise, or a loss compares what is made with an image that it should be."""
+    extents = tuple(noise) if isinstance(noise, list | tuple) else (noise,)
+    if not extents or not all(type(extent) is int and extent > 0 for extent in extents):
+        raise ValueError(
+            f"task.options.noise is {noise!r}; a whole number above 0 is wanted, as 64, or channels and extents of a map, as "
+            "[16, 8, 8]"
+        )
+    for name in ("reconstruction", "feature_matching"):
+        if value := getattr(asked, name):
+            raise ValueError(
+                f"task.options.{name} is {value:g}, which compares what is made with the image that it should be, and of noise "
+                f"there is none; leave {name} out"
+            )
+    return ImageGeneration(channels, adversarial=asked, noise=extents)
 
 
 def _steps(asked: Any) -> tuple[tuple[str, ...], ...]:
@@ -163,5 +255,9 @@ def _steps(asked: Any) -> tuple[tuple[str, ...], ...]:
 
 _TARGET = torch.full((1, 1, 6, 6), 0.5, dtype=torch.float64)
 
-CASES = [(build(1), _TARGET + 0.125, _TARGET, {"psnr_all": -20 * math.log10(0.125)})]
+CASES = [
+    (build(1), _TARGET + 0.125, _TARGET, {"psnr_all": -20 * math.log10(0.125)}),
+    (build(1, noise=4), torch.cat([_TARGET, _TARGET + 0.5]), torch.cat([_TARGET - 0.25, _TARGET + 0.25]),
+     {"distance": 0.25, "spread": 1.0}),
+]  # fmt: skip
 """As in classification."""

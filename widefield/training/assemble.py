@@ -24,7 +24,7 @@ from widefield.data.loader import SampleReader, augments_on_device, load_batches
 from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
 from widefield.data.statistics import SplitStatistics
 from widefield.data.transforms import Transforms
-from widefield.fallback import Fallback, in_words
+from widefield.fallback import in_words
 from widefield.parallel.members import members_of
 from widefield.parallel.parallelize import (
     check_same_model,
@@ -37,7 +37,7 @@ from widefield.parallel.parallelize import (
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
 from widefield.parallel.strategies.data import broadcast_weights
-from widefield.tasks import Task, labels_of, views_of
+from widefield.tasks import Task, channels_of_output, noise_of, views_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, check_scaling, choose_format, choose_precision
@@ -47,7 +47,7 @@ from widefield.training.best import best_of
 from widefield.training.built_model import built_model
 from widefield.training.data_checks import check_data, why_scaled
 from widefield.training.evaluate import Evaluation, evaluate
-from widefield.training.example_pass import meta_pass, trial_step
+from widefield.training.example_pass import gathered_maps, meta_pass, trial_step
 from widefield.training.freezing import freeze
 from widefield.training.given import NOTHING, Given
 from widefield.training.intensity import Scaled, with_intensity
@@ -90,6 +90,11 @@ class Parts:
     tissue: dict[str, Tissue] | None = None
     """Of every slide, by its name, where the recipe asks for it."""
 
+    @property
+    def outputs(self) -> int:
+        """How many channels the model's output has."""
+        return channels_of_output(self.task, classes=len(self.dataset.classes), channels=self.dataset.channels)
+
     def preparation(self, *, train: bool) -> Preparation:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, cut = self.config.data, self.window is not None
@@ -109,6 +114,7 @@ class Parts:
             intensity=self.dataset.intensity,
             dims=self.dataset.dims,
             views=views_of(self.task),
+            noise=noise_of(self.task, dims=self.dataset.dims),
         )
 
     @property
@@ -199,7 +205,8 @@ def assemble(
 
 def _metrics(config: RunConfig, task: Task, dataset: Dataset, *, cut: bool) -> list[RecipeMetric]:
     spacing = partial(spacing_of, dataset.evaluate) if dataset.dims == 3 else None
-    return metrics_of(config.task, task, num_classes=len(dataset.classes), cut=cut, spacing_of=spacing)
+    classes = channels_of_output(task, classes=len(dataset.classes), channels=dataset.channels)
+    return metrics_of(config.task, task, num_classes=classes, cut=cut, spacing_of=spacing)
 
 
 def _opened(config: RunConfig, mesh: Mesh, given: Given, stored: Dataset | None) -> Scaled:
@@ -249,7 +256,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
         prepare=parts.preparation(train=True),
         steps=steps,
         dummy_batch=dummy_batch or dummy_batch_of(parts.reader(train=True), mesh),
-        best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
+        best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=parts.outputs),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
         scalers={member: parts.arithmetic.scaler() for member in members_named(parts.task)},
         replicas=_replicas(parts),
@@ -261,7 +268,7 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     why_stream = look_ahead(learner)
     seed_everything(learner.seed_of_rank)
     reasons = [*([why_lr] if why_lr else []), *why_frozen, *_cuts_of(learner.dummy_batch, mesh)]
-    gathered = in_words(_gathered_maps(learner))
+    gathered = in_words(gathered_maps(learner))
     why_apart = [] if learner.replicas is None else learner.replicas.reasons
     return learner, [*reasons, *parallel_reasons(learner.model), *why_apart, *why_stream, *gathered]
 
@@ -282,16 +289,6 @@ def _replicas(parts: Parts) -> Replicas | None:
         return None
     check_replicas(parts.config, scales=parts.arithmetic.scaler().is_enabled())
     return replicas_of(parts.mesh)
-
-
-def _gathered_maps(learner: Learner) -> list[Fallback]:
-    """The maps of a detector, which every rank has whole for anchors, matching and losses where the plan cuts images."""
-    mesh, (sample, _) = learner.mesh, meta_pass(learner)
-    if labels_of(learner.task) != "boxes" or not (mesh.grid.size > 1 or mesh.plan.stream is not None):
-        return []
-    size, itemsize = tuple(sample.shape[2:]), max(4, sample.dtype.itemsize)
-    held = learner.task.gathered_bytes(size, images=len(sample), itemsize=itemsize)  # type: ignore[attr-defined]
-    return [Fallback("gathered", "", "maps of all levels", held, "anchors of all places are matched with the boxes")]
 
 
 def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:

@@ -30,7 +30,10 @@ def task_of(config: RunConfig, given: Given, dataset: Dataset, mesh: Mesh) -> tu
     """The task with its loss, and the reason of class weights that were computed.  Every rank calls it."""
     classes = len(dataset.classes)
     if given.task is None:
-        plain = tasks.build(config.task.model_copy(update={"loss": None, "loss_options": {}}), num_classes=classes)
+        asked = config.task.model_copy(update={"loss": None, "loss_options": {}})
+        plain = tasks.build(asked, num_classes=classes)
+        if (outputs := tasks.channels_of_output(plain, classes=classes, channels=dataset.channels)) != classes:
+            plain = tasks.build(asked, num_classes=outputs)
     else:
         plain = tasks.checked(given.task, name=f"task={config.task.name}", num_classes=classes)
     if not len(dataset.train):  # only a run's metadata is known, and prediction has no loss
@@ -51,7 +54,7 @@ def check_stages(task: Task, config: RunConfig, mesh: Mesh) -> None:
             f"task.name={config.task.name} wants the maps of all levels, and the last of the {stages} stages of mesh.stage "
             "gives one tensor; set mesh.stage=1, and cut images by mesh.space in its place"
         )
-    if stages > 1 and getattr(task, "finish", None) is not None:
+    if stages > 1 and getattr(task, "finish", None) is not None and not getattr(task, "members", ()):
         loss = config.task.loss or DEFAULTS[tasks.labels_of(task)]
         raise NotImplementedError(
             f"task.loss={loss} is computed from all images of a pass together, and the {stages} stages of "
@@ -78,8 +81,9 @@ def class_weights_of(
     asked, names = config.task.class_weights, dataset.classes
     if asked is None:
         return None, None
-    if labels in ("values", "image", "boxes", "views"):
-        why = {"values": "numbers, which have no classes", "image": "images, which have no classes", "views": "without labels"}
+    if labels in ("values", "image", "boxes", "views", "noise"):
+        why = {"values": "numbers, which have no classes", "image": "images, which have no classes", "views": "without labels",
+               "noise": "images, which have no classes"}  # fmt: skip
         told = why.get(labels, "boxes, whose losses weigh classes by alpha alone")
         raise ValueError(f"task.class_weights is {asked} and the task learns {told}; leave it out")
     if asked == "balanced":

@@ -10,7 +10,8 @@ from torch import Tensor
 from widefield.comm.mesh import Mesh
 from widefield.data.loader import Batch, Window
 from widefield.geometry.interval import Interval, natural_cut
-from widefield.tiled.api import from_tile, window
+from widefield.tasks import Task, labels_of
+from widefield.tiled.api import from_tile, tile, window
 
 
 def window_of(mesh: Mesh) -> Callable[[tuple[int, ...]], Window] | None:
@@ -68,3 +69,8 @@ def on_tiles(tensor: Tensor, batch: Batch, mesh: Mesh, *, scale: int = 1) -> Ten
     whole = (*tensor.shape[: tensor.ndim - len(pixels)], *(scale * extent for extent in pixels))
     cuts = [[scale * at for at in natural_cut(*pair)] for pair in zip(pixels, mesh.grid.sizes, strict=True)]
     return from_tile(tensor, mesh, whole, cuts)
+
+
+def inputs_on_tiles(image: Tensor, batch: Batch, mesh: Mesh, task: Task) -> Tensor:
+    """What the model is called with: this rank's window of the images, or noise, which every rank has whole, on tiles."""
+    return tile(image, mesh) if labels_of(task) == "noise" else on_tiles(image, batch, mesh)

@@ -10,7 +10,7 @@ from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
 from widefield.data import Dataset
 from widefield.own_code import is_code
-from widefield.tasks import Task, labels_of
+from widefield.tasks import Task, channels_of_output, labels_of, noise_of
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.given import Given
 from widefield.training.streaming import stream_as, streamed_of
@@ -36,8 +36,10 @@ def built_model(
     model = given.model_copy()
     if model is None:
         _check_takes_views(config, task)
-        shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes), "dims": dataset.dims}
-        model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
+        noise = noise_of(task, dims=dataset.dims)
+        outputs = channels_of_output(task, classes=len(dataset.classes), channels=dataset.channels)
+        shape = {"in_channels": noise[0] if noise else dataset.channels, "num_classes": outputs, "dims": dataset.dims}
+        model = models.build(asked, **shape, from_noise=bool(noise), pretrained=initial, reasons=reasons)
     elif asked.auxiliary is not None or asked.deep_supervision:
         models.keep_main_output(model, auxiliary=True)
     divide(model, task, name=asked.name)

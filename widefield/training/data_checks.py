@@ -8,7 +8,7 @@ from widefield.config import RunConfig
 from widefield.data import BadImageError, Dataset, Labels, spacing_of
 from widefield.data.map_style import MapStyle
 from widefield.data.transform_checks import check_transforms
-from widefield.tasks import Task, labels_of
+from widefield.tasks import Task, labels_of, noise_of
 from widefield.training.given import Given
 
 
@@ -66,6 +66,8 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
     name, learns = config.data.name, labels_of(task)
     if learns == "views":
         _check_views(config, dataset)
+    elif learns == "noise":
+        _check_real_images(config, dataset, task)
     elif learns != dataset.labels:
         cure = f"set task.name={_TASK_FOR[dataset.labels]}" if dataset.labels in _TASK_FOR else "take a task that learns these"
         raise ValueError(
@@ -106,6 +108,26 @@ def _check_views(config: RunConfig, dataset: Dataset) -> None:
         )
 
 
+def _check_real_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
+    """ValueError: noise of other dims than images, images that would be mixed, of which there are two, or without a range."""
+    taking = f"task.name={config.task.name} makes images of noise"
+    noise = noise_of(task, dims=dataset.dims)
+    if len(noise) != 1 + dataset.dims:
+        raise ValueError(
+            f"task.options.noise is {list(noise)} and images have {dataset.dims} dims; give a number, as 64, or channels and "
+            f"{dataset.dims} extents, as {[16, *[4] * dataset.dims]}"
+        )
+    for field_name in ("mixup", "cutmix"):
+        if share := getattr(config.data, field_name):
+            raise ValueError(f"data.{field_name}={share:g} mixes images and {taking} like each; set data.{field_name}=0")
+    if dataset.labels in ("boxes", "image"):
+        raise NotImplementedError(
+            f"data.name={config.data.name} has {_LABELS_IN_WORDS[dataset.labels]} and {taking} like the data's; take data of "
+            "images with a class, as imagefolder with all images in one folder"
+        )
+    _check_range(config, "which what is made is compared with")
+
+
 def _check_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
     """ValueError: targets are images of another scale than the task's, or pixels have no range that is known beforehand."""
     name, scale = config.data.name, getattr(task, "scale", dataset.scale)
@@ -114,10 +136,14 @@ def _check_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
             f"task.options.scale is {scale} and the targets of data.name={name} have {dataset.scale} times the pixels of their "
             f"inputs along each dim; set task.options.scale={dataset.scale}"
         )
+    _check_range(config, "on which PSNR and SSIM depend")
+
+
+def _check_range(config: RunConfig, why: str) -> None:
     if config.data.intensity.name not in ("range", "window"):
         raise ValueError(
-            f"data.intensity={config.data.intensity.name} has no range of pixels that is known beforehand, on which PSNR and "
-            "SSIM depend; set data.intensity=range, or window with its center and width"
+            f"data.intensity={config.data.intensity.name} has no range of pixels that is known beforehand, {why}; "
+            "set data.intensity=range, or window with its center and width"
         )
 
 
@@ -130,6 +156,7 @@ _LABELS_IN_WORDS: dict[Labels, str] = {
     "image": "images as targets",
     "boxes": "boxes",
     "views": "from views of images",
+    "noise": "to make images of noise",
 }
 _TASK_FOR: dict[Labels, str] = {
     "class": "classification",

@@ -29,11 +29,12 @@ from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
 from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_cat, dim_zero_sum
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
-from widefield.training.batch_sharding import on_tiles
+from widefield.training.batch_sharding import inputs_on_tiles, on_tiles
 from widefield.training.drawn_boxes import mistakes_of_boxes
 from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of
 from widefield.training.image_thumbnails import pictures_of
 from widefield.training.metric_states import merge_states
+from widefield.training.sample_grid import SAMPLED
 from widefield.training.scores import columns_of_task, curves_of_task
 from widefield.training.second_stage import for_loss
 from widefield.training.thumbnails import (
@@ -94,7 +95,7 @@ def _output_of(
 ) -> Any:
     """Of a batch, as the task's metrics take it."""
     with arithmetic.autocast():
-        output = model(on_tiles(image, batch, mesh))
+        output = model(inputs_on_tiles(image, batch, mesh, task))
     output = output if is_per_pixel(task) else whole(output)
     if labels_of(task) == "boxes":  # also of a dummy batch: ranks that hold weights in parts call each stage equally often
         output = for_loss(task, model, output, target, autocast=arithmetic.autocast, seeds=batch.seeds)
@@ -157,7 +158,9 @@ class _Counts:
             self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
         self._add_metrics(answers, target, measures, pixels=pixels)
         self._add_cases(batch, answers, target, mesh)
-        if labels_of(task) == "image" and self.counts:
+        if labels_of(task) == "noise":
+            self.pieces += pictures_of(batch, answers, target, **SAMPLED) if self.counts else []
+        elif labels_of(task) == "image" and self.counts:
             self.pieces += pictures_of(batch, answers, target)
         elif pixels and self.counts:
             shown = (painted(answers), painted(target)) if labels_of(task) == "layers" else (answers, target)

@@ -17,6 +17,7 @@ from widefield.data.image import write_image, write_labels
 from widefield.training.disk import replace_text
 from widefield.training.drawn_boxes import with_boxes
 from widefield.training.evaluation import Evaluation, Mistake
+from widefield.training.sample_grid import write_grid
 from widefield.training.scores import csv_of
 from widefield.training.thumbnails import Thumbnail, shown_in_words
 from widefield.training.volume_thumbnails import VIEWS
@@ -57,9 +58,12 @@ def write_evaluation(
     ]
     for stale in sorted((folder / "mistakes").glob("*.png"))[len(evaluation.mistakes) :]:
         stale.unlink(missing_ok=True)
+    is_made = evaluation.labels == "noise"
+    if is_made and evaluation.pieces:
+        values["grid"] = attempt("the pictures of samples", partial(write_grid, folder, evaluation.pieces, step=step))
     samples = [
         attempt("the pictures of evaluated images", partial(_write_sample, folder, list(pieces), images, index))
-        for index, pieces in groupby(evaluation.pieces, key=lambda piece: piece.index)
+        for index, pieces in groupby([] if is_made else evaluation.pieces, key=lambda piece: piece.index)
     ]
     values["samples"] = [sample for sample in samples if sample is not None]
     attempt("evaluation.json", lambda: replace_text(folder / "evaluation.json", json.dumps(values) + "\n"))

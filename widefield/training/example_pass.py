@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from widefield.tasks import is_per_pixel, scale_of
+from widefield.fallback import Fallback
+from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.training.loop import Learner
 from widefield.training.turns import Turn, learning, loss_of_turn
 
@@ -42,13 +43,24 @@ def meta_pass(learner: Learner) -> tuple[Tensor, Tensor]:
     """Meta tensors like the images and targets of this rank's first pass, whole ones even where the mesh cuts them."""
     image, target = learner.prepare(learner.dummy_batch)
     rows, whole = _rows(learner), learner.dummy_batch.whole_shape
-    shape, wanted = (image.shape[1], *(whole or image.shape[1:])[-(image.ndim - 2) :]), tuple(target.shape[1:])
+    pixels_of_input = whole if whole is not None and labels_of(learner.task) != "noise" else image.shape[1:]
+    shape, wanted = (image.shape[1], *pixels_of_input[-(image.ndim - 2) :]), tuple(target.shape[1:])
     if whole is not None and is_per_pixel(learner.task):
         pixels = [scale_of(learner.task) * extent for extent in whole[1:]]
         wanted = (*wanted[: len(wanted) - len(pixels)], *pixels)
     images = torch.empty((rows, *shape), dtype=image.dtype, device="meta")
     targets = torch.empty((rows, *wanted), dtype=target.dtype, device="meta")
     return images.to(memory_format=learner.prepare.format_of(images)), targets
+
+
+def gathered_maps(learner: Learner) -> list[Fallback]:
+    """The maps of a detector, which every rank has whole for anchors, matching and losses where the plan cuts images."""
+    mesh, (sample, _) = learner.mesh, meta_pass(learner)
+    if labels_of(learner.task) != "boxes" or not (mesh.grid.size > 1 or mesh.plan.stream is not None):
+        return []
+    size, itemsize = tuple(sample.shape[2:]), max(4, sample.dtype.itemsize)
+    held = learner.task.gathered_bytes(size, images=len(sample), itemsize=itemsize)  # type: ignore[attr-defined]
+    return [Fallback("gathered", "", "maps of all levels", held, "anchors of all places are matched with the boxes")]
 
 
 def _rows(learner: Learner) -> int:

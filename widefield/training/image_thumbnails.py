@@ -14,26 +14,28 @@ from widefield.geometry.box import enlarged
 from widefield.training.thumbnails import LONGEST_PX, SHOWN, Thumbnail, as_bytes, channels_shown
 
 
-def pictures_of(batch: Batch, answers: Tensor, target: Tensor) -> list[Thumbnail]:
-    """This rank's parts of the thumbnails of a batch's images among the first SHOWN; none of volumes.
+def pictures_of(
+    batch: Batch, answers: Tensor, target: Tensor, *, first: int = SHOWN, longest_px: int = LONGEST_PX
+) -> list[Thumbnail]:
+    """This rank's parts of the thumbnails of a batch's images among the first so many; none of volumes.
 
-    answers, target: (B, K, H, W) from 0 to 1, its windows.
+    answers, target: (B, K, H, W) from 0 to 1, its windows.  longest_px: the longest side that a thumbnail may have.
     """
     if batch.image.ndim != 4:
         return []
     return [
-        _picture(batch, number, answers[number].cpu(), target[number].cpu())
+        _picture(batch, number, answers[number].cpu(), target[number].cpu(), longest_px)
         for number, index in enumerate(batch.index)
-        if index < SHOWN
+        if index < first
     ]
 
 
-def _picture(batch: Batch, number: int, answer: Tensor, target: Tensor) -> Thumbnail:
+def _picture(batch: Batch, number: int, answer: Tensor, target: Tensor, longest_px: int) -> Thumbnail:
     image, size = batch.image[number], batch.shape[1:]
     window = batch.window or tuple(Interval(0, extent) for extent in size)
     scale = max(1, *(got // own for got, own in zip(target.shape[1:], image.shape[1:], strict=True) if own))
     size, place = tuple(scale * extent for extent in size), enlarged(window, scale)
-    every = -(-max(size) // LONGEST_PX)
+    every = -(-max(size) // longest_px)
     start = [-(-run.start // every) for run in place]
     rows, columns = (torch.arange(first * every, run.stop, every) - run.start for first, run in zip(start, place, strict=True))
     shown = [as_bytes(channels_shown(one)[:, rows][:, :, columns], (0.0, 1.0)) for one in (target, answer)]

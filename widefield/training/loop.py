@@ -53,7 +53,7 @@ from widefield.private_torch.tensors import foreach_mul_
 from widefield.tasks import Task, is_per_pixel, scale_of
 from widefield.tiled.api import whole
 from widefield.training.arithmetic import Arithmetic
-from widefield.training.batch_sharding import on_tiles
+from widefield.training.batch_sharding import inputs_on_tiles, on_tiles
 from widefield.training.best import Best
 from widefield.training.freezing import Freezing
 from widefield.training.guard import Guard, NonFiniteLossError, RollBack, refused
@@ -150,7 +150,7 @@ class Learner:
         image, target = self.prepare(batch)
         if is_per_pixel(self.task):
             target = on_tiles(target, batch, self.mesh, scale=scale_of(self.task))
-        return on_tiles(image, batch, self.mesh), target
+        return inputs_on_tiles(image, batch, self.mesh, self.task), target
 
     def learn(self, passes: list[Batch], *, stop: bool) -> tuple[float, bool]:
         """One optimizer step on this rank's passes.  Returns the mean loss of the whole batch, and whether any rank has `stop`.

@@ -147,7 +147,7 @@ def _refuse_boxes(config: RunConfig) -> None:
 
 def _task_of(config: RunConfig) -> StandInTask:
     _refuse_boxes(config)
-    if config.task.name in ("restoration", "gan"):
+    if config.task.name == "restoration" or (config.task.name == "gan" and config.task.options.get("noise") is None):
         return "restoration"
     return "segmentation" if config.task.name == "segmentation" else "classification"
 
