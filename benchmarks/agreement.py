@@ -39,11 +39,11 @@ SETTINGS = {
     "max_staleness 8": "{name: server, kind: bounded_staleness, max_staleness: 8}",
     "delay compensated": "{name: server, kind: delay_compensated, compensation: 0.04}",
     "AD-PSGD": "ad_psgd",
-    "gossip, 2 steps late": "{name: gossip, graph: ring, delay: 2}",
+    "late gossip": "{name: gossip, graph: ring, delay: 2}",
 }
 GATES = {
     "local_sgd": 0.5, "slowmo": 0.5, "gossip": 1.2, "gossip on a ring": 1.2, "asynchronous server": 1.5,
-    "delay compensated": 1.0, "gossip, 2 steps late": 1.2,
+    "delay compensated": 1.0, "late gossip": 1.2,
 }  # fmt: skip
 """Points that the mean may be below data-parallel training."""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
