@@ -199,8 +199,8 @@ def with_a_bad_batch(mesh, settings):
     """The third step's loss is NaN on the second replica."""
     real = Learner.loss_of
 
-    def loss_of(self, output, target):
-        return real(self, output, target) * (
+    def loss_of(self, output, target, **more):
+        return real(self, output, target, **more) * (
             math.nan if self.step == 2 and self.mesh.copy == 1 and self.model.training else 1.0
         )
 

@@ -51,8 +51,8 @@ def wrong(kind: str, rank: int):
     """A loss that goes wrong in step BAD, of the samples of one rank's copy only."""
     real = Learner.loss_of
 
-    def loss_of(self, output, target):
-        loss = real(self, output, target)
+    def loss_of(self, output, target, **more):
+        loss = real(self, output, target, **more)
         if self.step != BAD or self.mesh.copy != rank or not self.model.training:
             return loss
         if kind == "gradient":
@@ -199,7 +199,7 @@ def test_without_a_checkpoint_there_is_no_way_back_and_the_run_says_so(tmp_path)
 
 def test_too_many_refused_batches_end_the_run(tmp_path, monkeypatch):
     real = Learner.loss_of
-    monkeypatch.setattr(Learner, "loss_of", lambda self, *given: real(self, *given) * math.nan)
+    monkeypatch.setattr(Learner, "loss_of", lambda self, *given, **more: real(self, *given, **more) * math.nan)
     with pytest.raises(RefusedStepError, match="of the last 100 steps 3 batches are refused, where guard.most=2; so it is not"):
         train(read_config(PAGE, [*SETTINGS, "guard.non_finite=skip", "guard.most=2"]), tmp_path / "run", World())
 

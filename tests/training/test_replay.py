@@ -136,7 +136,9 @@ def test_the_module_and_the_image_that_made_it_are_named(tmp_path):
 
 def test_a_batch_that_was_kept_is_used_whatever_the_data_is_now(tmp_path, monkeypatch):
     real = Learner.loss_of
-    monkeypatch.setattr(Learner, "loss_of", lambda self, *given: real(self, *given) * (math.nan if self.step == 4 else 1.0))
+    monkeypatch.setattr(
+        Learner, "loss_of", lambda self, *given, **more: real(self, *given, **more) * (math.nan if self.step == 4 else 1.0)
+    )
     with pytest.raises(ValueError, match="the loss of step 5 is nan"):
         ran(None, tmp_path / "run", [])
     monkeypatch.setattr(Learner, "loss_of", real)
