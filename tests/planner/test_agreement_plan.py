@@ -74,7 +74,7 @@ def test_what_waits_for_a_straggler_and_what_does_not(asked):
     slowest = 4 * 4 / (5 * 0.05)  # four workers with four samples each, every five steps' time
     for name in ("mean", "local_sgd", "gossip", "synchronous", "bounded_staleness"):
         assert rows[name].samples_per_second < 1.5 * slowest, name
-    for name in ("asynchronous", "max_staleness", "pairwise_gossip", "delay_compensated", "backup_workers"):
+    for name in ("asynchronous", "max_staleness", "ad_psgd", "delay_compensated", "backup_workers"):
         assert rows[name].samples_per_second > 2 * slowest, name
     assert rows["mean"].bytes_per_step == 2 * 3 * 2**20 / 4
     assert rows["local_sgd"].bytes_per_step == rows["mean"].bytes_per_step / 8
@@ -144,7 +144,7 @@ def test_the_page_says_what_the_small_problem_is_and_claims_no_parity(asked):
     table, words = agreement_table(tree), "\n".join(agreement_sentences(tree))
     assert len(table.splitlines()) == 1 + len(WAYS) and all(head in table for head in HEAD)
     assert "It is a small problem and not the recipe's model" in words and "nothing here says how much accuracy" in words
-    assert "pairwise_gossip *" in table and "* in the simulator alone" in words
+    assert "backup_workers *" in table and "* in the simulator alone" in words
     assert "slower: worker 3 5 times" in agreement_headline(tree)
 
 

@@ -207,7 +207,7 @@ def _predicted(plan: PlanRequest, samples: int) -> tuple[float, int, list[str]]:
     """
     try:
         pricing = subject_of(plan).pricing
-        alone = _alone(pricing, samples)
+        alone = _single_worker(pricing, samples)
     except NotImplementedError as error:
         raise NotImplementedError(f"{error}. With --step-seconds and --model-size no step is emulated") from error
     if alone.state == "refused":
@@ -226,7 +226,7 @@ def _predicted(plan: PlanRequest, samples: int) -> tuple[float, int, list[str]]:
     return alone.seconds, alone.fullest.parts.get("weights", 0), notes
 
 
-def _alone(pricing: Pricing, samples: int) -> PlanEstimate:
+def _single_worker(pricing: Pricing, samples: int) -> PlanEstimate:
     """Of one worker by itself: what workers do between steps is simulated.  CannotEmulate: as it says."""
     config = pricing.config.model_copy(update={"agreement": AgreementConfig()})
     return Pricing(config, pricing.cluster, pricing.given).with_batch(samples).estimate(RunLayout())

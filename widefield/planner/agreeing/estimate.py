@@ -13,7 +13,7 @@ from widefield.agreement.events import EventLog
 from widefield.agreement.measures import bytes_sent, idle_seconds, staleness_of
 from widefield.agreement.simulator import Algorithm
 from widefield.config.agreement import AgreementConfig
-from widefield.planner.agreeing.ways import Way
+from widefield.planner.agreeing.ways import AgreementOption
 
 STEPS = 48
 """How many steps of all workers are simulated, at least."""
@@ -87,7 +87,7 @@ class AgreementSimulation:
     loss: float
     seed: int
 
-    def estimate(self, way: Way, asked: AgreementConfig) -> AgreementEstimate:
+    def estimate(self, way: AgreementOption, asked: AgreementConfig) -> AgreementEstimate:
         """asked: the recipe's section, whose options count for its own way.  ValueError: options that do not fit."""
         problem, algorithm = self.problem, way.algorithm(asked, self.problem.workers, self.problem.together)
         numel = problem.objective.start.numel()

@@ -36,7 +36,7 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class Way:
+class AgreementOption:
     """recipe: what a recipe's `agreement` says; None: the simulator alone has it.
 
     only: what the simulator alone has, of (workers, plain SGD, SGD whose rate is of a step of all workers).
@@ -52,7 +52,7 @@ class Way:
             return None
         options = {key: value(workers) if callable(value) else value for key, value in self.recipe.items()}
         found = AgreementConfig(**options)
-        return asked if (asked.name, asked.kind) == (found.name, found.kind) and _names_it(asked, self.name) else found
+        return asked if _kind_of(asked) == _kind_of(found) else found
 
     def recipe_text(self, asked: AgreementConfig, workers: int) -> str | None:
         """As `agreement={name: gossip}`."""
@@ -73,9 +73,9 @@ class Way:
         return self.only(workers, plain, shared)
 
 
-def _names_it(asked: AgreementConfig, name: str) -> bool:
-    """Whether a recipe with a bound has this one: two ways differ by it alone."""
-    return name not in ("bounded_staleness", "max_staleness") or (asked.bound is not None) == (name == "bounded_staleness")
+def _kind_of(asked: AgreementConfig) -> tuple[object, ...]:
+    """What two sections of the same way have in common, whatever their other options."""
+    return asked.name, asked.kind, asked.bound is not None, asked.delay > 0
 
 
 def simulated(asked: AgreementConfig, plain: Descent, shared: Descent) -> Algorithm:
@@ -89,7 +89,10 @@ def simulated(asked: AgreementConfig, plain: Descent, shared: Descent) -> Algori
         return _periodic(asked, plain)
     if asked.name == "gossip":
         graph = _of_edges(asked.edges) if asked.edges else asked.graph
-        return Gossip(plain, graph, push_sum=bool(asked.edges), global_period=asked.global_period)
+        push_sum = bool(asked.edges) or asked.delay > 0
+        return Gossip(plain, graph, push_sum=push_sum, delay=asked.delay, global_period=asked.global_period)
+    if asked.name == "ad_psgd":
+        return PairwiseGossip(plain)
     assert asked.name == "server", f"the simulator has no rule for {asked.name}"
     if asked.kind == "synchronous":
         return ParameterServer(plain, "synchronous")
@@ -127,28 +130,28 @@ def backup_workers(workers: int) -> int:
 WAYS = {
     way.name: way
     for way in (
-        Way("mean", {"name": "mean"}),
-        Way("local_sgd", {"name": "local_sgd"}),
-        Way("post_local_sgd", {"name": "post_local_sgd", "start": 8}),
-        Way("hierarchical", {"name": "hierarchical", "groups": lambda workers: [[2, min(FASTEST_GROUP, workers)]]}),
-        Way("slowmo", {"name": "slowmo"}),
-        Way("diloco", {"name": "diloco"}),
-        Way("gossip", {"name": "gossip"}),
-        Way("overlapped_gossip", None, lambda workers, plain, shared: Gossip(plain, push_sum=True, delay=1)),
-        Way("pairwise_gossip", None, lambda workers, plain, shared: PairwiseGossip(plain)),
-        Way("synchronous", _server("synchronous")),
-        Way("backup_workers", None,
+        AgreementOption("mean", {"name": "mean"}),
+        AgreementOption("local_sgd", {"name": "local_sgd"}),
+        AgreementOption("post_local_sgd", {"name": "post_local_sgd", "start": 8}),
+        AgreementOption("hierarchical", {"name": "hierarchical", "groups": lambda workers: [[2, min(FASTEST_GROUP, workers)]]}),
+        AgreementOption("slowmo", {"name": "slowmo"}),
+        AgreementOption("diloco", {"name": "diloco"}),
+        AgreementOption("gossip", {"name": "gossip"}),
+        AgreementOption("overlapped_gossip", {"name": "gossip", "delay": 1}),
+        AgreementOption("ad_psgd", {"name": "ad_psgd"}),
+        AgreementOption("synchronous", _server("synchronous")),
+        AgreementOption("backup_workers", None,
             lambda workers, plain, shared: ParameterServer(plain, "synchronous", backup=backup_workers(workers))),
-        Way("asynchronous", _server("asynchronous")),
-        Way("bounded_staleness", _server("bounded_staleness", bound=4)),
-        Way("max_staleness", _server("bounded_staleness", max_staleness=lambda workers: 2 * workers)),
-        Way("delay_compensated", _server("delay_compensated", compensation=0.04)),
+        AgreementOption("asynchronous", _server("asynchronous")),
+        AgreementOption("bounded_staleness", _server("bounded_staleness", bound=4)),
+        AgreementOption("max_staleness", _server("bounded_staleness", max_staleness=lambda workers: 2 * workers)),
+        AgreementOption("delay_compensated", _server("delay_compensated", compensation=0.04)),
     )
 }  # fmt: skip
 """All that are compared, in the order of the table."""
 
 
-def ways_named(name: str) -> list[Way]:
+def ways_named(name: str) -> list[AgreementOption]:
     """The ways of `all`, or the one of a name.  ValueError: there is none."""
     if name == "all":
         return list(WAYS.values())
