@@ -44,6 +44,7 @@ from widefield.training.trainer import Outcome
 if TYPE_CHECKING:
     from widefield.diagnosis.finding import Checkup
     from widefield.diagnosis.findings import Diagnosis
+    from widefield.planner.agreeing.ask import AgreementAnswer
     from widefield.planner.search.answer import PlanAnswer
 
 Config = str | Path | Mapping[str, Any] | RunConfig
@@ -217,9 +218,11 @@ def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool 
 
 
 @overload
-def plan(
-    config: Config, *overrides: str, cluster: str, trust: bool = False, model: nn.Module | None = None, **request: Any
-) -> PlanAnswer: ...
+def plan(config: Config, *overrides: str, agreement: str, **request: Any) -> AgreementAnswer: ...
+
+
+@overload
+def plan(config: Config, *overrides: str, cluster: str, **request: Any) -> PlanAnswer: ...
 
 
 def plan(
@@ -227,10 +230,11 @@ def plan(
     *overrides: str,
     ranks: int | None = None,
     cluster: str | None = None,
+    agreement: str | None = None,
     trust: bool = False,
     model: nn.Module | None = None,
     **request: Any,
-) -> Plan | PlanAnswer:
+) -> Plan | PlanAnswer | AgreementAnswer:
     """The plan that a recipe asks for; with `cluster`, all plans that these machines have, as `widefield plan` gives them.
 
     Without `cluster`: the plan on `ranks` ranks, checked as for a run; `str(plan)` describes it.  ranks: None: those of the
@@ -241,11 +245,15 @@ def plan(
     request: further fields of widefield.planner.search.ask.PlanRequest: image=(C, *pixels), classes, batch, task, network,
         largest=("image", "batch"), fewest, dollars_per_hour, seconds, scales.
     Returns a PlanAnswer: `best`, `estimates`, `verdict`, `reasons`, `changes`, `scaling`, `answers`; `to_tree()` is --json's.
+
+    agreement: `all` or one way for workers to agree, compared in virtual time as by `widefield plan --agreement`.  request:
+        then fields of widefield.planner.agreeing.ask.AgreementRequest, as workers=256, stragglers=("3x",), step_seconds.
+    Returns an AgreementAnswer: `estimates`, `notes`, `to_tree()`.
     Starts nothing.
     ValueError, NotImplementedError: the plan cannot be carried out; no such device; the model cannot be emulated.
     """
-    if cluster is not None:
-        return _planned(config, overrides, cluster, trust=trust, model=model, request=request)
+    if cluster is not None or agreement is not None:
+        return _planned(config, overrides, cluster, agreement, trust=trust, model=model, request=request)
     if model is not None or request:
         names = ", ".join([*(["model"] if model is not None else []), *request])
         raise ValueError(f"{names}: for plans of machines; name them too, as wf.plan(..., cluster='8xH100')")
@@ -256,21 +264,29 @@ def plan(
 
 
 def _planned(
-    config: Config, overrides: Sequence[str], cluster: str, *, trust: bool, model: nn.Module | None, request: dict[str, Any]
-) -> PlanAnswer:
+    config: Config, overrides: Sequence[str], cluster: str | None, agreement: str | None, *, trust: bool,
+    model: nn.Module | None, request: dict[str, Any],
+) -> PlanAnswer | AgreementAnswer:  # fmt: skip
+    from widefield.planner.agreeing.ask import AgreementRequest, ask_agreement
     from widefield.planner.search.ask import PlanRequest, ask
 
-    known = {field.name for field in fields(PlanRequest)} - {"recipe", "cluster", "overrides", "trust", "given"}
+    of, kind = ("cluster", PlanRequest) if agreement is None else ("agreement", AgreementRequest)
+    known = {field.name for field in fields(kind)} - {"recipe", "cluster", "agreement", "overrides", "trust", "given"}
     for name in request:
         if name not in known:
             raise ValueError(
-                f"wf.plan takes no {name}{did_you_mean(name, known)} With cluster it takes: {', '.join(sorted(known))}"
+                f"wf.plan takes no {name}{did_you_mean(name, known)} With {of} it takes: {', '.join(sorted(known))}"
             )
     if model is not None:
         check_trainable(model)
     keys = _keys(overrides, model, None, None)
-    recipe = config_of(config) if isinstance(config, Mapping) else config
-    return ask(PlanRequest(recipe, cluster, keys, trust=trust, given=_given(model, None, None, None), **request))
+    recipe, given = config_of(config) if isinstance(config, Mapping) else config, _given(model, None, None, None)
+    if agreement is not None:
+        return ask_agreement(
+            AgreementRequest(recipe, agreement, cluster=cluster, overrides=keys, trust=trust, given=given, **request)
+        )
+    assert cluster is not None, "plans are of machines"
+    return ask(PlanRequest(recipe, cluster, keys, trust=trust, given=given, **request))
 
 
 def doctor(

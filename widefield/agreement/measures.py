@@ -5,7 +5,7 @@ All but the loss and the consensus distance are functions of the log alone.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,14 +103,14 @@ class Measured:
 def staleness_of(log: EventLog) -> Counter[int]:
     """How many updates had which staleness: updates of the part between the reading of the weights and the push."""
     versions: Counter[int] = Counter()
-    read: dict[tuple[int, int], int] = {}
+    read: defaultdict[int, dict[int, int]] = defaultdict(dict)
     of_gradient: dict[int, dict[int, int]] = {}
     found: Counter[int] = Counter()
     for event in log.events:
         if event.kind == "read":
-            read[event.workers[0], event.part] = versions[event.part]
+            read[event.workers[0]][event.part] = versions[event.part]
         elif event.kind == "gradient":
-            of_gradient[event.numbers[0]] = {part: version for (one, part), version in read.items() if one == event.workers[0]}
+            of_gradient[event.numbers[0]] = dict(read[event.workers[0]])
         elif event.kind == "push":
             found[versions[event.part] - of_gradient[event.numbers[0]][event.part]] += 1
             versions[event.part] += 1

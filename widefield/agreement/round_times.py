@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from widefield.agreement.all_reduce import AllReduce, all_reduce_bytes
 from widefield.agreement.events import Event, in_time_order
 from widefield.agreement.gossip import MASS_BYTES, Gossip
+from widefield.agreement.mixing import MixingGraph
 from widefield.agreement.periodic import PeriodicAveraging
 from widefield.agreement.run_times import RunTimes
 from widefield.agreement.workers import Death
@@ -119,12 +120,13 @@ class RoundTimes(RunTimes):
         ends, workers = self.meet(workers)
         if workers:
             self.write(ends, kind, *workers, bytes=all_reduce_bytes(len(workers), self.size))
-            carried = [self.account.carried_now(worker) for worker in workers]
+            if len(workers) == len(self.free):
+                self.account.all_agree()
+                return
+            carried = [batches for worker in workers if (batches := self.account.carried_now(worker))]
             for worker in workers:
                 for batches in carried:
                     self.account.heard(worker, batches)
-            if len(workers) == len(self.free):
-                self.account.all_agree()
 
 
 @dataclass
@@ -179,6 +181,8 @@ class GossipTimes(RoundTimes):
     heard: dict[int, Heard] = field(default_factory=dict)
     batches_sent: dict[tuple[int, int], frozenset[tuple[int, ...]]] = field(default_factory=dict)
     sent_at: dict[tuple[int, int], float] = field(default_factory=dict)
+    graphs: dict[int, MixingGraph] = field(default_factory=dict)
+    """By how many live."""
 
     def one_round(self) -> None:
         period = self.algorithm.global_period
@@ -200,18 +204,27 @@ class GossipTimes(RoundTimes):
     def _send(self, at: dict[int, float]) -> dict[int, float]:
         """Let every living worker send its weights to those who hear it; the part that each keeps of its own."""
         workers, step = sorted(self.free), self.steps
-        matrix = self.algorithm.graph_of(len(workers)).matrix_at(step - 1).tolist()
-        rows = {one: dict(zip(workers, row, strict=True)) for one, row in zip(workers, matrix, strict=True)}
-        self.heard[step] = {one: [(two, row[two]) for two in workers if two != one and row[two]] for one, row in rows.items()}
+        matrix = self._graph(len(workers)).matrix_at(step - 1)
+        self.heard[step] = {one: [] for one in workers}
+        hearers_of: Heard = {one: [] for one in workers}
+        for (row, column), weight in zip((matrix != 0).nonzero().tolist(), matrix[matrix != 0].tolist(), strict=True):
+            if row != column:
+                self.heard[step][workers[row]].append((workers[column], weight))
+                hearers_of[workers[column]].append((workers[row], weight))
         for sender in workers:
-            hearers = [one for one in workers if one != sender and rows[one][sender]]
+            hearers = [one for one, _ in hearers_of[sender]]
             size = self.size + MASS_BYTES * self.algorithm.push_sum
             self.write(at[sender], "send", sender, *hearers, part=step, bytes=size * len(hearers))
             busiest = max([len(hearers), *(len(self.heard[step][hearer]) for hearer in hearers)])
             seconds = self.durations.transfer(busiest * size) + self.durations.latency(sender)
             self.sent_at[step, sender] = at[sender] + (seconds if hearers else 0.0)
             self.batches_sent[step, sender] = self.account.carried_now(sender)
-        return {one: rows[one][one] for one in workers}
+        return dict(zip(workers, matrix.diagonal().tolist(), strict=True))
+
+    def _graph(self, workers: int) -> MixingGraph:
+        if workers not in self.graphs:
+            self.graphs[workers] = self.algorithm.graph_of(workers)
+        return self.graphs[workers]
 
     def _mix(self, own: dict[int, float]) -> None:
         """Let every living worker mix what it has with what it hears, which was sent `delay` rounds ago."""

@@ -18,12 +18,16 @@ PRUNED_EVERY = 256
 
 @dataclass
 class SampleAccount:
-    """What is left of a run's samples.  A batch never crosses the end of an epoch, so an epoch's last one may be shorter."""
+    """What is left of a run's samples.  A batch never crosses the end of an epoch, so an epoch's last one may be shorter.
+
+    may_lose: whether a worker may die.  Where none does, it need not be known in whose weights a batch is.
+    """
 
     num_samples: int
     epochs: int
     batch: int
     seed: int
+    may_lose: bool = True
     epoch: int = field(default=-1, init=False)
     left: deque[int] = field(default_factory=deque, init=False)
     """Of the epoch that is given out now."""
@@ -74,7 +78,7 @@ class SampleAccount:
     def learned(self, worker: int, *, by_all: bool) -> None:
         """The worker's batch is in the weights: in those that outlive it, or in its own alone."""
         batch = self.taken.pop(worker)
-        if not by_all:
+        if self.may_lose and not by_all:
             self.carried.setdefault(worker, set()).add(batch)
 
     def hand_back(self, batch: tuple[int, ...]) -> None:
@@ -104,7 +108,7 @@ class SampleAccount:
     def forget_common(self, living: list[int]) -> None:
         """Now and then, let go of what all living workers carry."""
         self.exchanges += 1
-        if self.exchanges % PRUNED_EVERY == 0:
+        if self.carried and self.exchanges % PRUNED_EVERY == 0:
             common = set.intersection(*(self.carried.get(one, set()) for one in living))
             for batches in self.carried.values():
                 batches -= common

@@ -15,7 +15,7 @@ update.  Rules here are elementwise, on tensors of any shape and dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -129,23 +129,30 @@ class StalenessClocks:
 
     bound: int | None = None
     clocks: dict[int, int] = field(default_factory=dict)
+    _slowest: int | None = None
+    """The least clock, where it is known."""
 
     def enter(self, worker: int) -> None:
         """A worker begins, or comes back: it is as far as the slowest one."""
         self.clocks[worker] = min(self.clocks.values(), default=0)
+        self._slowest = None
 
     def leave(self, worker: int) -> None:
         """Nobody waits any longer for a worker that died or has nothing to do.  One that never entered is no error."""
         self.clocks.pop(worker, None)
+        self._slowest = None
 
     def advance(self, worker: int) -> None:
         """A gradient of this worker was applied.  One of a worker that left changes no clock."""
         if worker in self.clocks:
             self.clocks[worker] += 1
+            self._slowest = None
 
     def ahead(self, worker: int) -> int:
         """How far a worker is before the slowest one, in steps."""
-        return self.clocks[worker] - min(self.clocks.values())
+        if self._slowest is None:
+            self._slowest = min(self.clocks.values())
+        return self.clocks[worker] - self._slowest
 
     def may_read(self, worker: int) -> bool:
         return self.bound is None or self.ahead(worker) <= self.bound
@@ -157,25 +164,38 @@ class StalenessLimit:
 
     A worker that has read and not pushed is open, with the version that it read.  All open ones can still be applied in time
     if, in the order of their versions, the i-th (from 0) would have a staleness of at most `most` after i more updates.  A push
-    that would break this waits; that of the oldest never does, so no two wait for each other.
+    that would break this waits; that of the oldest never does, so no two wait for each other.  So the open ones may push up to
+    the first that cannot wait for one more update, and those behind it wait.
     """
 
     most: int | None = None
     version: int = 0
     open: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By worker and how often it has died."""
+    """By worker and how often it has died, in the order of their versions."""
+    _may: set[tuple[int, int]] | None = None
+    """Who may push now, where it is known."""
 
     def may_read(self) -> bool:
         return self.most is None or len(self.open) <= self.most
 
     def read(self, key: tuple[int, int]) -> None:
+        self.forget(key)
         self.open[key] = self.version
 
     def may_push(self, key: tuple[int, int]) -> bool:
+        """Of an open one."""
         if self.most is None:
             return True
-        others = sorted(version for one, version in self.open.items() if one != key)
-        return all(self.version + 1 + place - version <= self.most for place, version in enumerate(others))
+        if self._may is None:
+            self._may = set(self._until_one_that_cannot_wait(self.most))
+        return key in self._may
+
+    def _until_one_that_cannot_wait(self, most: int) -> Iterator[tuple[int, int]]:
+        """The open ones, the oldest first, up to the first that would be too old after an update before its turn."""
+        for place, (key, version) in enumerate(self.open.items()):
+            yield key
+            if self.version + 1 + place - version > most:
+                return
 
     def push(self, key: tuple[int, int]) -> None:
         self.version += 1
@@ -184,6 +204,7 @@ class StalenessLimit:
     def forget(self, key: tuple[int, int]) -> None:
         """A worker that died or found nothing to do will not push."""
         self.open.pop(key, None)
+        self._may = None
 
 
 # ---------------------------------------------------------------------------------------------- the algorithm

@@ -138,9 +138,9 @@ class AsynchronousTimes(ServerTimes):
     def _apply_those_that_may(self, part: int) -> None:
         """Apply gradients, the first that came first, until none may be; then answer."""
         limit = self.limits[part]
-        while may := [one for one in self.held[part] if limit.may_push(one[:2])]:
-            worker, life, number = may[0]
-            self.held[part].remove(may[0])
+        while (first := next((one for one in self.held[part] if limit.may_push(one[:2])), None)) is not None:
+            worker, life, number = first
+            self.held[part].remove(first)
             self.on_way.discard((worker, life, part))
             self.write(self.queue.now, "push", worker, part=part, numbers=(number,))
             limit.push((worker, life))

@@ -7,7 +7,7 @@ replay(run.log, ParameterServer(bound=2), digits()).weights         # the same b
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from widefield.agreement.all_reduce import AllReduce
@@ -61,29 +61,35 @@ def simulate_times(
     *,
     num_samples: int,
     numel: int,
-    itemsize: int = 8,
+    itemsize: float = 8,
     epochs: int = 1,
     batch: int = 16,
     seed: int = 0,
 ) -> EventLog:
     """The log alone, without any numbers: of a model of any size, within moments.  As `simulate`.
 
-    numel, itemsize: how many weights there are, and bytes of each as they are sent.
+    numel, itemsize: how many weights there are, and bytes of each as they are sent; more than a number takes, where a small
+        problem stands for a large model.
     """
-    account = SampleAccount(num_samples, epochs, batch, seed)
+    account = SampleAccount(num_samples, epochs, batch, seed, may_lose=bool(workers.deaths))
     seconds, events = _times(algorithm, Durations(workers, seed), account, numel, itemsize).run()
     return EventLog(in_words(algorithm), workers.count, num_samples, epochs, numel, seconds, tuple(events))
 
 
-def _times(algorithm: Algorithm, durations: Durations, account: SampleAccount, numel: int, itemsize: int) -> Any:
+def _times(algorithm: Algorithm, durations: Durations, account: SampleAccount, numel: int, itemsize: float) -> Any:
     """The times of an algorithm."""
-    common: dict[str, Any] = {"durations": durations, "account": account, "size": numel * itemsize, "algorithm": algorithm}
+    common: dict[str, Any] = {
+        "durations": durations,
+        "account": account,
+        "size": round(numel * itemsize),
+        "algorithm": algorithm,
+    }
     times: type[RunTimes]
     match algorithm:
         case ParameterServer():
             parts = even_parts(numel, algorithm.servers)
             in_memory = algorithm.kind == "hogwild"
-            common["sizes"] = tuple(0 if in_memory else (part.stop - part.start) * itemsize for part in parts)
+            common["sizes"] = tuple(0 if in_memory else round((part.stop - part.start) * itemsize) for part in parts)
             algorithm.needed(durations.workers.count)
             times = SynchronousTimes if algorithm.kind == "synchronous" else AsynchronousTimes
         case PairwiseGossip():
@@ -102,9 +108,12 @@ def _times(algorithm: Algorithm, durations: Durations, account: SampleAccount, n
     return times(**common)
 
 
-def replay(log: EventLog, algorithm: Algorithm, objective: Objective, *, points: int = POINTS) -> SimulatedRun:
+def replay(
+    log: EventLog, algorithm: Algorithm, objective: Objective, *, points: int = POINTS, until_loss: float | None = None
+) -> SimulatedRun:
     """Compute a run from its log: the same bits as when it was simulated.
 
+    until_loss: end with the first point at which the loss is that or less; the run's log ends there too.
     ValueError: the log is of another algorithm, or of another objective's size.
     """
     if log.algorithm != in_words(algorithm):
@@ -117,9 +126,12 @@ def replay(log: EventLog, algorithm: Algorithm, objective: Objective, *, points:
     kind = ServerWeights if isinstance(algorithm, ParameterServer) else PeerWeights
     weights: Any = kind(algorithm, objective, log.workers)  # type: ignore[arg-type]
     measured = Measured(objective, every=max(1, log.num_samples * log.epochs // max(1, points)))
-    for event in log.events:
+    for place, event in enumerate(log.events, 1):
         weights.apply(event)
         measured.look(event, weights)
+        if until_loss is not None and measured.points and measured.points[-1].loss <= until_loss:
+            log = replace(log, seconds=event.time, events=log.events[:place])
+            break
     return measured.finish(log, weights)
 
 

@@ -117,7 +117,9 @@ class Durations:
 
     def generator(self, purpose: str) -> random.Random:
         """The random numbers of one purpose, the same however much others draw."""
-        return self.generators.setdefault(purpose, random.Random(f"{self.seed} {purpose}"))
+        if purpose not in self.generators:
+            self.generators[purpose] = random.Random(f"{self.seed} {purpose}")
+        return self.generators[purpose]
 
     def compute(self, worker: int, share: float) -> float:
         """Seconds of a gradient.  share: of a whole batch."""

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
+from widefield.cli._agreement import add_agreement, refuse_without_agreement, run_agreement
 from widefield.cli._arguments import add_trust, count, given_text, sizes
 
 ORDER = 55
@@ -32,6 +33,10 @@ The same asked backwards: the largest image or batch that fits, the fewest devic
 
   widefield plan unet --image 1x512x512 --batch 1 --cluster 1xA100-80G --largest image
   widefield plan timm/resnet50 --image 3x224x224 --batch 256 --cluster 8xL4 --fewest --price 0.8
+
+Which way should many workers agree, where some are slow?  Simulated in virtual time, on a small problem:
+
+  widefield plan recipes/page.yaml --agreement all --workers 256 --straggler 3x
 
 Prints a table and writes plan.json and plan.html where --out names a folder; --json prints the same as
 data.  Exits with 0, or with 1 where no plan fits, and says which comes nearest and what is missing.
@@ -61,10 +66,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=given_text, metavar="DIR", help="folder for plan.json and plan.html")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON, and nothing else")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine first, and keep what it can")
+    add_agreement(parser)
     add_trust(parser)
 
 
 def run(options: Namespace) -> int:
+    refuse_without_agreement(options)
+    if options.agreement is not None:
+        return run_agreement(options, _quiet if options.json else _say)
     if options.recipe is None and not options.calibrate:
         raise ValueError("name a recipe or a model, as: widefield plan digits --cluster cpu:2")
     if options.recipe is not None and options.cluster is None and not options.calibrate:
@@ -139,6 +148,11 @@ CASES: list[tuple[list[str], dict[str, Any] | str]] = [
     (["unet", "--largest", "image", "--largest", "batch", "--cluster", "cpu"], {"largest": ["image", "batch"]}),
     (["--calibrate"], {"calibrate": True, "recipe": None}),
     (["unet", "--largest", "model"], "argument --largest: invalid choice: 'model'"),
+    (
+        ["r.yaml", "--agreement", "all", "--workers", "256", "--straggler", "3x", "--straggler", "2:1.5x"],
+        {"agreement": "all", "workers": 256, "straggler": ["3x", "2:1.5x"], "step_seconds": None, "link": None},
+    ),
+    (["r.yaml", "--agreement", "all", "--step-seconds", "soon"], "'soon' is no number; write one, as 0.05"),
     (["unet", "--image", "3xbig"], "'3xbig' is no size; write whole numbers with x between them, as 3x97x101"),
     (["unet", "--price", "free"], "'free' is no price; write the dollars per hour of one device, as 2.5"),
     (["unet", "--batch", "0"], "'0' is no count; write a whole number, 1 or more"),

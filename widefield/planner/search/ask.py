@@ -64,8 +64,35 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     ValueError: no such recipe, model, device or image, or no plan gives every rank work.  NotImplementedError: the model cannot
     be emulated, which says what to do instead.
     """
+    subject = subject_of(request)
+    pricing, image = subject.pricing, subject.image
+
+    def of_pixels(pixels: tuple[int, ...]) -> Pricing:
+        shape, config = (image[0], *pixels), pricing.config
+        given = _stand_in(config, shape, subject.classes, subject.task, request.given)
+        return Pricing(config, pricing.cluster, given, tally=pricing.tally)
+
+    questions = _questions(request, of_pixels, tuple(image[1:]))
+    return answer(
+        pricing, image, data=subject.data, seconds=request.seconds, questions=questions, scales=request.scales, say=say
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanSubject:
+    """What a request is about.  image: (C, *pixels).  data: what the images are, in words."""
+
+    pricing: Pricing
+    image: tuple[int, ...]
+    classes: int
+    task: StandInTask
+    data: str
+
+
+def subject_of(request: PlanRequest) -> PlanSubject:
+    """ValueError, NotImplementedError: as `ask`; nothing is emulated yet."""
     _check(request)
-    cluster, config = cluster_of(request.cluster, network=request.network), _config_of(request)
+    cluster, config = cluster_of(request.cluster, network=request.network), config_of_request(request)
     if request.image is not None:
         image, classes = tuple(request.image), request.classes or CLASSES
         task = request.task or _task_of(config)
@@ -73,17 +100,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     else:
         image, classes, task = image_of(config, request.given)
         given, data = request.given, config.data.name
-    config = on_device(config, cluster, dims=len(image) - 1)
-    pricing = Pricing(config, cluster, given)
-
-    def of_pixels(pixels: tuple[int, ...]) -> Pricing:
-        shape = (image[0], *pixels)
-        return Pricing(config, cluster, _stand_in(config, shape, classes, task, request.given), tally=pricing.tally)
-
-    questions = _questions(request, of_pixels, tuple(image[1:]))
-    return answer(
-        pricing, image, data=data, seconds=request.seconds, questions=questions, scales=request.scales, say=say
-    )  # fmt: skip
+    return PlanSubject(Pricing(on_device(config, cluster, dims=len(image) - 1), cluster, given), image, classes, task, data)
 
 
 def _check(request: PlanRequest) -> None:
@@ -105,8 +122,11 @@ def _check(request: PlanRequest) -> None:
         raise ValueError(f"--price is {request.dollars_per_hour:g}; write the dollars per hour of one device, above 0")
 
 
-def _config_of(request: PlanRequest) -> RunConfig:
-    """The recipe, with the batch that is asked for; a model's name with --image is a recipe with nothing else said."""
+def config_of_request(request: PlanRequest) -> RunConfig:
+    """The recipe, with the batch that is asked for; a model's name with --image is a recipe with nothing else said.
+
+    ValueError: no such recipe or key; a batch that is yet to be found.
+    """
     overrides = [*request.overrides, *([f"data.batch_size={request.batch}"] if request.batch is not None else [])]
     recipe = request.recipe
     if isinstance(recipe, RunConfig):
