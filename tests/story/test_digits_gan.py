@@ -66,9 +66,10 @@ def test_a_run_that_ends_in_the_backward_of_a_discriminators_turn_goes_on_bit_fo
 
 @pytest.mark.alone
 def test_a_rank_that_is_killed_in_a_discriminators_turn_is_replaced_and_nothing_is_lost(tmp_path):
+    asked = [RECIPE.path, *SMALL, "mesh.replicate=2", "checkpoint.every=2step", "--max-restarts", "1"]
+
     def go(folder: Path, **environment: str) -> None:
-        settings = [*SMALL, "mesh.replicate=2", "checkpoint.every=2step", "--run", folder, "--max-restarts", "1"]
-        run("train", RECIPE.path, *settings, status=0, env={**os.environ, **environment})
+        run("train", *asked, "--run", folder, env={**os.environ, **environment})
 
     go(tmp_path / "whole")
     go(tmp_path / "killed", **{VARIABLE: "rank=1 step=5 phase=backward kind=kill"})
@@ -123,4 +124,5 @@ def test_an_export_takes_noise(trained, tmp_path):
 @pytest.mark.long
 @pytest.mark.alone
 def test_the_recipe_reaches_its_quality(tmp_path):
-    RECIPE.check_quality(tmp_path / "run", {}, {"swd": 300})
+    """66 was seen on two ranks; two sets of real digits are 28 apart, and 298 was seen after 5 epochs."""
+    RECIPE.check_quality(tmp_path / "run", {}, {"swd": 120})

@@ -18,7 +18,7 @@ class TaskConfig(Section):
     `restoration`, `gan`, `detection`, `self_supervised`), or `package.module:callable`."""
     options: Options = {}
     """Arguments of the task: for classification `label_smoothing: 0.1`, for segmentation `ignore_index: 255`, for restoration
-    `scale: 2`."""
+    `scale: 2`, for gan `noise: 100`."""
     loss: str | None = None
     """A file in widefield/losses/ (`focal`, `dice`, `dice_cross_entropy`, `huber`, `ssim`, ...), or
     `package.module:callable`, also a class, as `torch.nn:MultiMarginLoss`; the task's own where null."""

@@ -226,7 +226,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
 
 def evaluates_together(model: nn.Module) -> bool:
     """Whether a pass in evaluation communicates between copies of the model, so that ranks must run equally many passes."""
-    return any(map(fully_shard.is_sharded, members_of(model).values()))
+    return any(map(fully_shard.is_sharded, (model, *members_of(model).values())))  # in prediction a pair is one model
 
 
 def reasons(model: nn.Module) -> list[str]:

@@ -16,6 +16,8 @@ from widefield.training.sample_grid import REAL, made_file
 MOST = 7
 """The last one is large, and the others are smaller, in rows of three."""
 LARGE_PX, SMALL_PX = 900, 450
+TINY_PX = 300
+"""Grids up to this long are enlarged pixel by pixel."""
 
 
 def grids(folder: Path, evaluation: Mapping[str, Any] | None, evaluations: Sequence[Line]) -> dict[str, Any] | None:
@@ -41,4 +43,4 @@ def _some(steps: list[int]) -> list[int]:
 
 
 def _grid(folder: Path, name: str, title: str, longest_px: int) -> dict[str, Any]:
-    return {"title": title, **picture(folder, name, longest_px=longest_px)}
+    return {"title": title, **picture(folder, name, longest_px=longest_px, tiny_px=TINY_PX)}

@@ -101,11 +101,11 @@ def opened(folder: Path, name: str) -> Image.Image:
     return image
 
 
-def picture(folder: Path, name: str, *, longest_px: int = PICTURE_PX) -> dict[str, Any]:
+def picture(folder: Path, name: str, *, longest_px: int = PICTURE_PX, tiny_px: int = TINY_PX) -> dict[str, Any]:
     """The picture as a data URI; None where the file is missing, is no picture, or is outside of the run folder."""
     try:
         with opened(folder, name) as image:
-            tiny = max(image.size) <= TINY_PX
+            tiny = max(image.size) <= tiny_px
             image.thumbnail((longest_px, longest_px))
             png = io.BytesIO()
             image.save(png, "PNG")

@@ -73,7 +73,7 @@ def evaluation_curve(
         if metrics:
             above.legend(**ABOVE, handlelength=1.2)
         if _are_of_unlike_size(list(metrics.values())[:3]):
-            _log_scale(above, sorted(value for values in list(metrics.values())[:3] for value in values))
+            _log_scale(above, sorted(value for values in list(metrics.values())[:3] for value in values), dense=2)
         below.plot(epochs, losses, color=SERIES[3], **marker)
         _loss_scale(below, np.asarray(losses, float))
         if len(epochs) == 1:
@@ -207,11 +207,11 @@ def _loss_scale(axes: Axes, losses: np.ndarray) -> str:
     return ""
 
 
-def _log_scale(axes: Axes, rising: Sequence[float]) -> None:
-    """rising: what is drawn, all above 0."""
+def _log_scale(axes: Axes, rising: Sequence[float], *, dense: float = 4) -> None:
+    """rising: what is drawn, all above 0.  dense: up to how many decades there is a mark at 3 times each power of 10, too."""
     axes.set_yscale("log")
     decades = math.log10(rising[-1] / rising[0])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if decades < 4 else (1,)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if decades < dense else (1,)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: "")
 
