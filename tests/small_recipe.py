@@ -81,7 +81,11 @@ class SmallRecipe:
 
     def check_quality(self, folder: Path, least: dict[str, float], most: dict[str, float] | None = None) -> None:
         """Train as it is shipped, on one rank, whose numbers are those of two; compare the metrics of its evaluation."""
-        train(read_config(self.path, ["mesh.space=[]", "log.tensorboard=false", "log.every=100"]), folder, World())
+        train(
+            read_config(self.path, ["mesh.space=[]", "mesh.replicate=1", "log.tensorboard=false", "log.every=100"]),
+            folder,
+            World(),
+        )
         metrics = json.loads((folder / "evaluation.json").read_text())["metrics"]
         assert all(metrics[name] > value for name, value in least.items()), metrics
         assert all(metrics[name] < value for name, value in (most or {}).items()), metrics

@@ -184,3 +184,14 @@ def test_a_generator_of_another_size_says_so():
 def test_a_step_is_emulated_without_data(space):
     given = stand_in_data((1, 16, 16), classes=10, samples=6)
     assert emulated_step(RECIPE.config(f"mesh.space={space}", "data.read=[]"), ranks=space[0], given=given).peak_bytes > 10**5
+
+
+def refusal_of_stages(mesh: Mesh) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        learner_of(assemble(RECIPE.config(), mesh))
+    return str(caught.value)
+
+
+def test_stages_are_refused_on_every_rank():
+    told = on_ranks(2, refusal_of_stages, plan=Plan(stage=2))
+    assert all("mesh.stage=2 divides one module into stages" in text for text in told)
