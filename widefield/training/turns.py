@@ -89,12 +89,6 @@ def check_turns(config: RunConfig, task: Task, plan: Plan) -> None:
             section, _, field = key.partition(".")
             value = getattr(getattr(config, section), field)
             raise ValueError(f"{key}={value} and {taking}, and {why}; set {key}={instead}")
-    if plan.stream is not None and getattr(task, "differentiates_twice", False):
-        raise NotImplementedError(
-            f"the model runs in a stream and task.name={config.task.name} penalizes gradients, which are differentiated once "
-            "more: a stream's backward runs tiles again and leaves no graph; leave the penalties out, as a spectral norm holds "
-            "slopes too, or cut images by mesh.space"
-        )
 
 
 @contextmanager
