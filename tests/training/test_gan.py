@@ -114,8 +114,6 @@ def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
         Plan(channel=2),
         Plan(stream=StreamConfig(tiles=[2, 2])),
         Plan(space=[2, 1], stream=StreamConfig(tiles=[2, 2])),
-        Plan(replicate=2, stream=StreamConfig(tiles=[2, 2])),
-        Plan(shard=2, stream=StreamConfig(tiles=[2, 2])),
     ],
     ids=str,
 )
@@ -230,7 +228,9 @@ def test_what_does_not_fit_is_refused_before_the_first_step(settings, error, tol
         learner_of(assemble(RECIPE.config(*settings), Mesh(ALONE, World(), CPU)))
 
 
-def test_features_of_scores_alone_are_refused():
+def test_penalties_in_a_stream_of_so_much_memory_and_features_of_scores_alone_are_refused():
+    with pytest.raises(ValueError, match=r"stream.memory=1GiB and task.name=gan penalizes gradients, .*; set stream.tiles"):
+        RECIPE.alone(1, *PENALTIES, plan=Plan(stream=StreamConfig(memory="1GiB")))
     with pytest.raises(ValueError, match=r"feature_matching compares the discriminator's features and it gives scores alone"):
         RECIPE.alone(1, *OF_MY_OWN, "task.options.feature_matching=1")
 

@@ -4,8 +4,8 @@ Functions take tensors (N, C, ...) and compute per channel, by torch's batch nor
 norms the form of channels.  Mean, variance and invstd, which is 1 / sqrt(var + eps), have `statistics_dtype`.  Nothing is sent:
 a rank sends what `packed` returns, and `merged` combines what it receives.
 
-`moments_of`, `moments_of_rows` and `normalized` are differentiable, and their gradients once more.  Torch's kernels have no such
-gradient: theirs is missing, or takes the statistics for constants.
+`moments_of`, `moments_of_rows` and `normalized` are differentiable, and their gradients once more.  Torch's kernels have no
+such gradient: theirs is missing, or takes the statistics for constants.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def stream(
     Inputs may be tensors, `widefield.from_reader(...)`, or tiled tensors: then each rank streams its tile.
     Errors: ValueError for impossible sizes.  NotImplementedError, at the first call, if the module depends on values of
         tensors, has a torch.autograd.Function or, with `strict`, if an operation would run on the whole image; and in a
-        backward with create_graph=True.
+        backward with create_graph=True, if an operation has no second derivative, or in the backward of that if it is to be
+        differentiated as well.
     """
     _check(module, tiles, memory, keep)
     wrap_class(module, Streamed)

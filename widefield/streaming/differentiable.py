@@ -18,9 +18,7 @@ from widefield.tiled.partial_gradient import full_value, partial_of
 from widefield.tiled.redistribute import redistribute
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_uncut
 
-TWICE = (
-    "a stream's backward was called twice; it frees what it has stored, also with retain_graph=True: run the forward again"
-)
+TWICE = "a stream's backward was called twice; it frees what it has stored, also with retain_graph=True: run the forward again"
 
 
 def wrapped(results: dict[Value, Tensor], run: Runner) -> dict[Value, Tensor]:

@@ -5,7 +5,7 @@ A small value is one that is not tiled, such as a statistic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch

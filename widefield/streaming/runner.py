@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from widefield.capture.ir import Value
-from widefield.geometry.box import Box
 from widefield.streaming.fusion import CompiledRegions, FusedOps, runs_of
 from widefield.streaming.needed_tiles import units_with_gradient
 from widefield.streaming.progress import counted

@@ -24,9 +24,7 @@ from widefield.capture.ir import Graph, Value
 from widefield.streaming.derivatives import TwoBackwards, pushed
 from widefield.streaming.needed_tiles import units_with_gradient
 from widefield.streaming.progress import counted
-from widefield.streaming.regions import (
-    Env, Leaves, Region, all_of, arguments, crop, detached_unless_wanted, leaf_of, merged,
-)  # fmt: skip
+from widefield.streaming.regions import Env, Leaves, Region, all_of, arguments, crop, detached_unless_wanted, leaf_of, merged
 from widefield.streaming.run_state import RunState
 from widefield.streaming.runner import Runner
 from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile
@@ -136,9 +134,7 @@ class TangentPass:
         self.run.steps(tile, env, small, compiled=False)
         found: dict[Value | TracedOp, Tensor] = {}
         found.update({value: crop(*env[value], tile.kept[value]) for value in kept if value in tile.kept})
-        found.update({
-            unit: step.call(arguments(unit, step, env, small))[0] for unit, step in tile.parts if unit in parts
-        })
+        found.update({unit: step.call(arguments(unit, step, env, small))[0] for unit, step in tile.parts if unit in parts})
         env.clear()
         return found
 
