@@ -2,6 +2,7 @@
 
     python benchmarks/gan.py --size 8192 --tiles 8 --keep file --save
     python benchmarks/gan.py --size 1024 --whole         without a stream, to compare
+    python benchmarks/gan.py --size 2048 --tiles 4 --keep file --r1 10         with a penalty on gradients at real images
 
 Two steps in tiles in time; the largest resident memory of the process, imports and images included.
 
@@ -46,7 +47,7 @@ data:
   options: {{size: [{options.size}, {options.size}], scenes: [1, 1], slant: 0, pairs: true, feature_px: 256}}
   batch_size: 1
   workers: 0
-task: {{name: gan, options: {{adversarial: lsgan, reconstruction: 0, feature_matching: {options.matching}}}}}
+task: {{name: gan, options: {{adversarial: lsgan, reconstruction: 0, feature_matching: {options.matching}, r1: {options.r1}}}}}
 optimizer: {{name: adamw, lr: 2.0e-4, betas: [0.5, 0.999]}}
 precision: float32
 """,
@@ -77,7 +78,7 @@ def measured(options: argparse.Namespace) -> dict:
         print(f"step {len(losses)}: loss {losses[-1]:.9g}, {seconds[-1]:.0f} s, peak {_peak() / GIB:.2f} GiB", flush=True)
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     return {
-        "size": options.size, "width": options.width, "blocks": options.blocks, "matching": options.matching,
+        "size": options.size, "width": options.width, "blocks": options.blocks, "matching": options.matching, "r1": options.r1,
         "parameters": parameters, "whole": options.whole, "tiles": options.tiles, "memory": options.memory,
         "keep": options.keep, "losses": losses, "seconds": seconds, "peak_bytes": _peak(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "machine": platform.machine(),
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4, help="channels of the first layers")
     parser.add_argument("--blocks", type=int, default=3, help="residual blocks")
     parser.add_argument("--matching", type=float, default=0.0, help="task.options.feature_matching; 10 in pix2pixHD")
+    parser.add_argument("--r1", type=float, default=0.0, help="task.options.r1, in each step")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--tiles", type=int, default=None, help="tiles in time along each side")
     parser.add_argument("--memory", default=None, help="of a step of either network, as 3GiB, in place of tiles or with them")

@@ -70,12 +70,21 @@ def test_a_gradient_in_another_memory_format_is_taken_for_what_it_is():
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("kernel", [moments.moments_of, moments.moments_of_rows])
-def test_second_derivatives_are_refused(kernel):
-    x = wanted(draw(1, 3, 5))
-    (slope,) = torch.autograd.grad(moments.normalized(x, *kernel(x), None, None, 0.1).pow(3).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.sum().backward()
+def test_second_derivatives_are_those_of_plain_operations(kernel, affine):
+    def plain(x, w, b):
+        mean = x.mean((0, 2), keepdim=True)
+        scaled = (x - mean) * ((x - mean).square().mean((0, 2), keepdim=True) + 0.1).rsqrt()
+        return scaled if w is None else scaled * w[:, None] + b[:, None]
+
+    found = []
+    for normalize in (lambda x, w, b: moments.normalized(x, *kernel(x), w, b, 0.1), plain):
+        given = [wanted(tensor) for tensor in (draw(1, 3, 5), *((draw(3), draw(3)) if affine else ()))]
+        x, w, b = given if affine else (*given, None, None)
+        slopes = torch.autograd.grad(normalize(x, w, b).pow(3).sum(), given, create_graph=True)
+        found.append(torch.autograd.grad(sum(slope.pow(2).sum() for slope in slopes), given))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 def test_statistics_that_are_constants_leave_second_derivatives_to_torch():

@@ -41,7 +41,7 @@ def test_a_streamed_step_is_given_up_between_tiles(tmp_path, monkeypatch):
 
 
 def test_a_long_streamed_step_says_its_tile(tmp_path, monkeypatch, capfd):
-    real = Runner._steps
+    real = Runner.steps
 
     def slow(self, *arguments) -> None:
         time.sleep(0.4 * (len(waited) in (4, 20)))  # one forward tile and one backward tile
@@ -50,7 +50,7 @@ def test_a_long_streamed_step_says_its_tile(tmp_path, monkeypatch, capfd):
 
     waited: list[bool] = []
     monkeypatch.setattr(heartbeat, "QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(Runner, "_steps", slow)
+    monkeypatch.setattr(Runner, "steps", slow)
     train(read_config(STREAMED, [*PAGES, "schedule.length=2step", "schedule.warmup=1step"]), tmp_path / "run", World())
     said = capfd.readouterr().out
     assert progress.in_words() is None

@@ -146,14 +146,6 @@ def test_a_net_around_a_stream_may_be_compiled():
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def test_gradients_of_gradients_are_refused():
-    """Of a sum the gradient is a constant: torch itself would give a penalty without a gradient, and say nothing."""
-    x = IMAGE.clone().requires_grad_()
-    out = made(lambda: nn.Sequential(conv(), nn.Tanh()), tiles=(2, 2))(x)
-    with pytest.raises(NotImplementedError, match=r"no gradients themselves \(create_graph=True was given\)"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
 def test_a_second_backward_is_refused():
     streamed = made(net, tiles=(2, 2))
     loss = streamed(IMAGE).sum()

@@ -105,7 +105,18 @@ def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
 
 
 @on_gpu_too
-@pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[1, 2]), Plan(shard=2), Plan(channel=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(replicate=2),
+        Plan(space=[1, 2]),
+        Plan(shard=2),
+        Plan(channel=2),
+        Plan(stream=StreamConfig(tiles=[2, 2])),
+        Plan(space=[2, 1], stream=StreamConfig(tiles=[2, 2])),
+    ],
+    ids=str,
+)
 def test_penalties_on_gradients_are_those_of_one_rank(plan):
     """Every second step; the points between real and made images are drawn alike."""
     wanted = RECIPE.alone(4, *PENALTIES)
@@ -118,6 +129,18 @@ OF_MY_OWN = [
     "model.options={generator: unet, generator_options: {widths: [4, 8]}, discriminator: 'discriminators:with_batch_norm'}",
     "task.options.feature_matching=0",
 ]
+R1 = ["task.options.r1=2", "task.options.penalty_every=2"]
+WGAN_GP = ["task.options.adversarial=wasserstein", "task.options.gradient_penalty=10"]
+
+
+@pytest.mark.parametrize("asked", [R1, WGAN_GP], ids=["R1", "WGAN-GP"])
+@pytest.mark.parametrize("plan", [Plan(stream=StreamConfig(tiles=[2, 2])), Plan(replicate=2)], ids=str)
+def test_twenty_steps_with_penalties_and_batch_norm_are_those_of_one_rank(plan, asked):
+    """Both networks have BatchNorm, synchronized over copies, and the discriminator has dropout."""
+    settings = [*OF_MY_OWN, *asked]
+    wanted = RECIPE.alone(20, *settings)
+    for found in on_ranks(plan.ranks, RECIPE.numbers, 20, *settings, plan=plan):
+        assert found == pytest.approx(wanted, rel=1e-8)
 
 
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[2, 1])], ids=str)
@@ -205,9 +228,9 @@ def test_what_does_not_fit_is_refused_before_the_first_step(settings, error, tol
         learner_of(assemble(RECIPE.config(*settings), Mesh(ALONE, World(), CPU)))
 
 
-def test_penalties_in_a_stream_and_features_of_scores_alone_are_refused():
-    with pytest.raises(NotImplementedError, match=r"stream and task.name=gan penalizes gradients, which are differentiated"):
-        RECIPE.alone(1, *PENALTIES, plan=Plan(stream=StreamConfig(tiles=[2, 2])))
+def test_penalties_in_a_stream_of_so_much_memory_and_features_of_scores_alone_are_refused():
+    with pytest.raises(ValueError, match=r"stream.memory=1GiB and task.name=gan penalizes gradients, .*; set stream.tiles"):
+        RECIPE.alone(1, *PENALTIES, plan=Plan(stream=StreamConfig(memory="1GiB")))
     with pytest.raises(ValueError, match=r"feature_matching compares the discriminator's features and it gives scores alone"):
         RECIPE.alone(1, *OF_MY_OWN, "task.options.feature_matching=1")
 

@@ -4,8 +4,8 @@ Functions take tensors (N, C, ...) and compute per channel, by torch's batch nor
 norms the form of channels.  Mean, variance and invstd, which is 1 / sqrt(var + eps), have `statistics_dtype`.  Nothing is sent:
 a rank sends what `packed` returns, and `merged` combines what it receives.
 
-`moments_of`, `moments_of_rows` and `normalized` are differentiable once.  Torch's kernels have no such gradient: theirs is
-missing, or takes the statistics for constants.
+`moments_of`, `moments_of_rows` and `normalized` are differentiable, and their gradients once more.  Torch's kernels have no
+such gradient: theirs is missing, or takes the statistics for constants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 aten = torch.ops.aten
 
@@ -87,11 +86,14 @@ class _Moments(torch.autograd.Function):
         return mean, var
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, None]:
         """grad_mean / n + grad_var * 2 (image - mean) / n, as a batch norm of the image with that weight and bias."""
         image, mean = ctx.saved_tensors
         count = image.numel() // image.size(1)
+        if torch.is_grad_enabled():  # the gradient is differentiated itself
+            centered = image - _per_channel(mean, image)
+            grad = _per_channel(grad_var * (2 / count), image) * centered + _per_channel(grad_mean / count, image)
+            return grad.to(image.dtype), None
         return normalized(image, mean, torch.ones_like(mean), grad_var * (2 / count), grad_mean / count, 0.0), None
 
 
@@ -170,10 +172,11 @@ class _Normalized(torch.autograd.Function):
         return aten.native_batch_norm.default(image, weight, bias, mean, var, False, 0.0, eps)[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         image, mean, var, weight = ctx.saved_tensors
         weight = torch.ones_like(mean) if weight is None else weight  # its dtype is that of the sums
+        if torch.is_grad_enabled():
+            return *_gradients_by_operations(grad, image, mean, var, weight, ctx.eps, ctx.needs_input_grad), None
         to_image, to_mean, to_var, to_weight, to_bias, _ = ctx.needs_input_grad
         mask = [to_image, to_weight or to_var, to_bias or to_mean]
         saved = (mean.new_empty(0),) * 2  # as the forward in evaluation saves; a GPU's kernel does not take None
@@ -184,6 +187,25 @@ class _Normalized(torch.autograd.Function):
         grad_mean = -along_mean * weight * invstd_of(var, ctx.eps) if to_mean else None
         grad_var = along_normalized * weight / (-2 * (var + ctx.eps)) if to_var else None
         return found, grad_mean, grad_var, along_normalized if to_weight else None, along_mean if to_bias else None, None
+
+
+def _gradients_by_operations(
+    grad: Tensor, image: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of image, mean, var, weight and bias in `normalized`, by differentiable operations."""
+    grad, invstd = grad.to(mean.dtype), invstd_of(var, eps)
+    dims = [dim for dim in range(image.dim()) if dim != 1]
+    along_normalized = (grad * (image - _per_channel(mean, image)) * _per_channel(invstd, image)).sum(dims)
+    along_mean = grad.sum(dims)
+    found = (
+        (grad * _per_channel(weight * invstd, image)).to(image.dtype), -along_mean * weight * invstd,
+        along_normalized * weight / (-2 * (var + eps)), along_normalized, along_mean,
+    )  # fmt: skip
+    return tuple(value if wanted else None for value, wanted in zip(found, needed, strict=False))
+
+
+def _per_channel(vector: Tensor, image: Tensor) -> Tensor:
+    return vector.view(-1, *[1] * (image.dim() - 2))
 
 
 # ---------------------------------------------------------------------------------------------- backward

@@ -7,6 +7,10 @@
     fallbacks.py         which operations run on the whole image all the same
     sampling.py          a few tiles of a segment that represent all of them
     runner.py            runs a schedule forward and backward; fusion.py: compiles several operations of a tile into one
+    run_state.py         the values and gradients that a run has in memory
+    differentiable.py    a stream as a function of autograd
+    tangents.py          the backward of a backward, for losses of gradients; derivatives.py: of one tile
+    second_gradients.py  which operations have no second derivative
     progress.py          at which tile a stream is, for a long step to say
     spatial.py           tiles in time within a tile in space
     regions.py           tensors and the boxes of the whole that they cover

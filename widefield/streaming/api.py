@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from widefield.capture.program_cache import Constant, ProgramCache, constants_of
 from widefield.capture.python_watch import Guards
 from widefield.capture.trace import trace, without_autocast
 from widefield.fallback import Fallback
-from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.private_torch.fake_tensors import is_captured
 from widefield.private_torch.modules import forward_hooks_of, forward_pre_hooks_of
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
+from widefield.streaming.differentiable import run_with_gradient, wrapped
 from widefield.streaming.fallbacks import refusal_of
 from widefield.streaming.fusion import CompiledRegions
 from widefield.streaming.runner import Runner
@@ -35,9 +35,7 @@ from widefield.streaming.storage.offload_buffer import PLACES, ByteBudget
 from widefield.streaming.storage.result_writer import ResultWriter
 from widefield.streaming.storage.windowed_image import SINGLE_RANK, WindowedImage
 from widefield.streaming.tile_planner import TracedOps, units_of
-from widefield.tiled.partial_gradient import full_value, partial_of
-from widefield.tiled.redistribute import redistribute
-from widefield.tiled.tensor import TiledTensor, wrap, wrap_uncut
+from widefield.tiled.tensor import TiledTensor
 
 
 def stream(
@@ -69,7 +67,8 @@ def stream(
     Inputs may be tensors, `widefield.from_reader(...)`, or tiled tensors: then each rank streams its tile.
     Errors: ValueError for impossible sizes.  NotImplementedError, at the first call, if the module depends on values of
         tensors, has a torch.autograd.Function or, with `strict`, if an operation would run on the whole image; and in a
-        backward with create_graph=True.
+        backward with create_graph=True, if an operation has no second derivative, or in the backward of that if it is to be
+        differentiated as well.
     """
     _check(module, tiles, memory, keep)
     wrap_class(module, Streamed)
@@ -245,7 +244,7 @@ class Streamed(Wrapping):
         with without_autocast():
             if writer is not None:
                 return run.forward()
-            results = _run_with_gradient(run, graph, given, wanting) if keeps else _wrapped(run.forward(), run)
+            results = run_with_gradient(run, graph, given, wanting) if keeps else wrapped(run.forward(), run)
         with torch.no_grad():
             for name, value in graph.updates.items():
                 weights[name].copy_(results[value])
@@ -286,93 +285,3 @@ def _only_result(graph: Graph) -> Value:
         what = "changes its buffers; call eval() on it" if graph.updates else f"has {len(graph.results)} outputs; give one"
         raise ValueError(f"stream_to gives away one output, and the module {what}")
     return value
-
-
-# ---------------------------------------------------------------------------------------------- tensors in and out
-
-
-def _wrapped(results: dict[Value, Tensor], run: Runner) -> dict[Value, Tensor]:
-    """The results as tiled tensors, if the image is tiled in space."""
-    return {value: _out(tensor, value, run) for value, tensor in results.items()}
-
-
-def _out(tensor: Tensor, value: Value, run: Runner) -> Tensor:
-    if run.spatial.is_single_rank:
-        return tensor
-    if value in run.layouts:
-        return wrap(tensor, run.spatial.in_space(run.layouts[value]))
-    return wrap_uncut(tensor, run.spatial.grid)
-
-
-def _in(grad: Tensor, value: Value, run: Runner) -> Tensor:
-    """This rank's tile of the gradient of a result."""
-    grad = full_value(grad)
-    if type(grad) is not TiledTensor:
-        return grad
-    return redistribute(grad, run.spatial.in_space(run.layouts[value])) if value in run.layouts else grad.local
-
-
-def _run_with_gradient(run: Runner, graph: Graph, given: dict[Value, Any], wanting: list[Value]) -> dict[Value, Tensor]:
-    others = [t for v, t in given.items() if v not in set(wanting) and isinstance(t, Tensor) and v.name not in graph.updates]
-    tensors = _StreamedFunction.apply(run, wanting, others, *(given[value] for value in wanting))
-    return dict(zip(run.program.graph.results, tensors, strict=True))
-
-
-class _StreamedFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Runner, wanting: list[Value], others: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.run, ctx.wanting, ctx.outs = run, wanting, run.program.graph.results
-        found = _wrapped(run.forward(), run)
-        results = {value: found[value].detach() for value in ctx.outs}
-        again = [results[value] for value in run.program.read_again]
-        ctx.save_for_backward(*tensors, *others, *again)  # torch then raises if one is written to before the backward
-        ctx.mark_non_differentiable(*(result for value, result in results.items() if not value.wants_grad))
-        ctx.set_materialize_grads(False)
-        return tuple(results.values())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "the gradients of a stream have no gradients themselves (create_graph=True was given), for it runs its tiles "
-                "without history; take gradient penalties of a copy that is not streamed, on crops"
-            )
-        tensors, run = ctx.saved_tensors, ctx.run
-        if run.is_spent:
-            raise RuntimeError(
-                "a stream's backward was called twice; it frees what it has stored, also with retain_graph=True: run the "
-                "forward again"
-            )
-        run.is_spent = True
-        grad_of = {value: _in(grad, value, run) for value, grad in zip(ctx.outs, grads, strict=True) if grad is not None}
-        with without_autocast():
-            gradient = run.backward(grad_of)
-        found = [gradient(value) for value in ctx.wanting]
-        reached = _reached(run, grad_of)  # these get zeros where no tile gives them a gradient
-        found = [_zeros(v, run) if grad is None and v in reached else grad for v, grad in zip(ctx.wanting, found, strict=True)]
-        run.close()
-        pairs = zip(found, tensors, ctx.wanting, strict=False)
-        return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)
-
-
-def _reached(run: Runner, results: Iterable[Value]) -> set[Value]:
-    """The values that get a gradient from these results."""
-    reached = {value for value in results if value.wants_grad}
-    for node in reversed(run.program.graph.nodes):
-        if node.grad and any(out in reached for out in node.outs):
-            reached.update(value for value in node.reads if value.wants_grad)
-    return reached
-
-
-def _zeros(value: Value, run: Runner) -> Tensor:
-    shape = size_of(run.spatial.own_box(run.layouts[value])) if value in run.layouts else value.shape
-    return torch.zeros(shape, dtype=value.dtype, device=value.device)
-
-
-def _like(grad: Tensor | None, tensor: Tensor, value: Value, run: Runner) -> Tensor | None:
-    """A gradient wrapped as its tensor is; that of a weight is a PartialGradient."""
-    if grad is None:
-        return None
-    if type(tensor) is not TiledTensor:
-        return partial_of(grad, run.spatial.grid)
-    return wrap(grad, run.spatial.in_space(run.layouts[value])) if value in run.layouts else wrap_uncut(grad, run.spatial.grid)

@@ -103,6 +103,7 @@ class TileSchedule:
     """stages: what to run.  layouts: of the tiled values.  kept: the kept values, with the stage that makes each.
 
     last: the last stage that reads each value in the forward.
+    asked: the sets of values along which second derivatives are known to be there; see second_gradients.py.
     """
 
     graph: Graph
@@ -110,6 +111,7 @@ class TileSchedule:
     stages: list[Stage]
     kept: dict[Value, int]
     last: dict[Value, int]
+    asked: set[frozenset[Value]] = field(default_factory=set)
 
     @cached_property
     def kept_bytes(self) -> int:

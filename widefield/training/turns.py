@@ -93,11 +93,10 @@ def check_turns(config: RunConfig, task: Task, plan: Plan) -> None:
             section, _, field = key.partition(".")
             value = getattr(getattr(config, section), field)
             raise ValueError(f"{key}={value} and {taking}, and {why}; set {key}={instead}")
-    if plan.stream is not None and getattr(task, "differentiates_twice", False):
-        raise NotImplementedError(
-            f"the model runs in a stream and task.name={config.task.name} penalizes gradients, which are differentiated once "
-            "more: a stream's backward runs tiles again and leaves no graph; leave the penalties out, as a spectral norm holds "
-            "slopes too, or cut images by mesh.space"
+    if plan.stream is not None and plan.stream.memory is not None and getattr(task, "differentiates_twice", False):
+        raise ValueError(
+            f"stream.memory={plan.stream.memory} and task.name={config.task.name} penalizes gradients, whose backward takes "
+            "more than the tiles are chosen for; set stream.tiles, and leave stream.memory out"
         )
 
 
