@@ -166,7 +166,8 @@ def test_volumes_and_a_second_image_that_is_not_differentiated():
     assert_same(numbers_of(streamed, r1, *given), numbers_of(plain, r1, *given))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of any compiled part
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
 def test_compiled_operations_are_run_one_by_one_where_gradients_are_differentiated():
     torch.manual_seed(0)
     plain = nn.Sequential(conv(), nn.Tanh(), nn.Softplus(), nn.Conv2d(4, 1, 3)).double()
@@ -202,6 +203,7 @@ def twice(module: nn.Module, wholes: list[Tensor]) -> dict[str, Tensor | None] |
 
 @pytest.mark.sweep
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's advice on speed, of even kernels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_second_derivatives_of_every_rule_s_cases(family):
     torch.set_default_dtype(torch.float64)

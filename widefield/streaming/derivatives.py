@@ -44,18 +44,18 @@ class TwoBackwards:
                 goals.append((made, grad))
 
     def run(self, leaves: Mapping[Value, Tensor], tangents: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
-        """Add the gradients of what was read to their `grad`; returns those of their tangents."""
+        """Add the gradients of what was read to their `grad`; returns those of the tangents."""
         found: dict[Value, Tensor] = {}
-        goals = list(self.of_values)
-        if self.of_tangents and leaves:
+        goals, moved = list(self.of_values), {value: leaf for value, leaf in leaves.items() if value in tangents}
+        if self.of_tangents and moved:
             outs, grads = zip(*self.of_tangents, strict=True)
             with torch.enable_grad():
-                first = torch.autograd.grad(outs, list(leaves.values()), grads, create_graph=True, allow_unused=True)
-            for value, grad in zip(leaves, first, strict=True):
+                first = torch.autograd.grad(outs, list(moved.values()), grads, create_graph=True, allow_unused=True)
+            for value, grad in zip(moved, first, strict=True):
                 if grad is None:
                     continue
                 found[value] = grad.detach()
-                if value in tangents and grad.requires_grad:
+                if grad.requires_grad:
                     goals.append((grad, tangents[value]))
         if goals:
             torch.autograd.backward(*zip(*goals, strict=True))

@@ -156,6 +156,7 @@ class RunState:
         self.parts_of_grads: dict[Value, Tensor] = {}
         self.grad_buffers: dict[Value, Region] = {}
         self.leaves: dict[Value, Tensor] = {}
+        self.reached: set[Value] = set()
         for value, grad in grads.items():
             box = self.spatial.own_box(self.layouts[value]) if value in self.layouts else None
             if box is None or is_empty(box) or value in self.program.read_again:
@@ -200,6 +201,7 @@ class RunState:
     def flush(self, segment: FusedRegion | None) -> None:
         """Collect the gradients of small values; those from a segment's tiles are this rank's part."""
         leaves, self.leaves = self.leaves, {}
+        self.reached.update(value for value, leaf in leaves.items() if leaf.grad is not None)
         if segment is None or self.spatial.is_single_rank:
             for value, leaf in leaves.items():
                 if leaf.grad is not None:
@@ -242,6 +244,19 @@ class RunState:
         if value in self.grad_buffers:
             return self.all_pixels(value, self.grad_buffers.pop(value))
         return self.grads.pop(value)
+
+    def drop_unreached(self) -> None:
+        """Of weights that no tile of any rank gave a gradient, forget the zeros: on one device they have none.
+
+        Cost: with several ranks, a message of a number per weight.
+        """
+        values = list(self.parts_of_grads)
+        if values:
+            found = torch.tensor([float(value in self.reached) for value in values], device=values[0].device)
+            (ranks,) = self.spatial.add_up([found])
+            for value, count in zip(values, ranks.tolist(), strict=True):
+                if not count:
+                    del self.parts_of_grads[value]
 
     def forget_backward(self, stage: int, *, values: bool = True) -> None:
         """Free the gradients, and the kept values unless a later backward reads them, that no earlier stage needs."""

@@ -165,6 +165,7 @@ class TangentPass:
             self._backward_once(stage)
             self.run.forget_backward(number, values=False)
             self.along.forget_backward(number)
+        self.run.drop_unreached()
         return self.run.gradient
 
     def _backward_segment(self, segment: FusedRegion) -> None:
