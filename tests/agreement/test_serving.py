@@ -263,6 +263,8 @@ def test_networks_that_learn_by_turns_are_refused():
 def test_what_makes_all_step_together_refuses_a_server():
     plan = Plan(replicate=3, agreement={"name": "server"}, batch_norm="averaged")
     assert from_text(to_text(plan)) == plan and "2 workers and a server, asynchronous" in str(plan)
+    pairs = Plan(replicate=3, agreement={"name": "ad_psgd"}, batch_norm="averaged")
+    assert "2 workers and a rank that keeps their account, ad_psgd" in str(pairs)
     for text in on_ranks(3, refused_together, plan=plan):
         assert "`parallelize` makes all copies step together" in text
 

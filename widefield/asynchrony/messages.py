@@ -7,8 +7,10 @@ server -> worker   GIVE: (step, place), [weights, statistics];  END: (whether th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from widefield.agreement.serving import Share
@@ -47,10 +49,12 @@ def pushed(message: Message, *, numel: int) -> WorkersGradient:
     return WorkersGradient((step, place), gradient, statistics, frozenset(absent), *message.floats, nbytes=message.nbytes)
 
 
-def not_finite(gradient: WorkersGradient, worker: int) -> AgreedError:
-    """What ends the run where a worker's loss or gradient is no finite number."""
+def check_finite(gradient: WorkersGradient, worker: int) -> None:
+    """AgreedError: the loss or the gradient is no finite number."""
+    if math.isfinite(gradient.loss_sum) and bool(torch.isfinite(gradient.gradient).all()):
+        return
     step, place = gradient.share
-    return AgreedError(
+    raise AgreedError(
         f"the loss of worker {worker} in step {step + 1} is {gradient.loss_sum:.6g}, and it or its gradient is no "
         f"finite number (share {place} of the step's batch), so no weight was changed by it; checkpoints stay. A lower "
         "optimizer.lr or optimizer.clip_norm=1 are the usual cures"

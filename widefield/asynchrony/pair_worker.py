@@ -7,11 +7,10 @@ the worker's step before, and is applied to what they have become: Lian et al. 2
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,20 @@ from widefield.agreement import PairwiseGossip
 from widefield.agreement.gossip import pairwise_mean
 from widefield.agreement.serving import Share
 from widefield.asynchrony import pair_messages as messages
-from widefield.asynchrony.messages import END, HELLO, WorkersGradient, failed, not_finite, pushed
+from widefield.asynchrony.messages import END, HELLO, check_finite, pushed
 from widefield.asynchrony.pair_messages import Done
-from widefield.asynchrony.worker import Worker, ask_server
-from widefield.comm.failure import PeerFailedError, in_words
+from widefield.asynchrony.weights import step_after
+from widefield.asynchrony.worker import Ask, Worker, asked_of, failure_is_told, outcome_of
+from widefield.comm.failure import in_words
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.requests import Message, Requests, asked, no_more
 from widefield.config import RunConfig
 from widefield.data.transforms import seed_of
-from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.training.trainer import Outcome
 
 LOOK_SECONDS = 0.2
 END_SECONDS = 10.0
+KEEPER = "the rank that keeps the account"
 
 
 class SharedWeights:
@@ -81,7 +81,7 @@ class PairWorker(Worker):
     def __init__(self, config: RunConfig, alone: Mesh, group: Any, *, number: int, workers: int) -> None:
         super().__init__(config, alone, number=number, workers=workers)
         partners = PairwiseGossip().partners(workers) if workers > 1 else {0: ()}
-        self.number, self.group, self.workers = number, group, workers
+        self.number, self.group = number, group
         self.asks_whom = list(partners.get(number, ()))
         self._draw = random.Random(f"{seed_of(config.seed, 'partner', number)}")
         self.shared = SharedWeights(number, workers, torch.empty(0))
@@ -96,36 +96,25 @@ class PairWorker(Worker):
         if self._requests is not None:
             self._thread.start()
 
-    def learn(self, share: Share, gradient: int, ask: partial[Message]) -> Message | None:
+    def learn(self, share: Share, gradient: int, ask: Ask) -> Message | None:
         """A gradient, a mean with another one, and a step; the message that the run ends, if that came before the step."""
-        found = self.gradient(share, self.shared.read)
+        found = pushed(self.gradient(share, self.shared.read), numel=self.flat.numel)
         if self._problem:
             raise AgreedError(self._problem)
-        pushed_ = pushed(found, numel=self.flat.numel)
-        _check_finite(pushed_, self.number)
+        check_finite(found, self.number)
         if self.asks_whom:
             self._average()
-        about = {"count": pushed_.count, "loss_sum": pushed_.loss_sum, "seconds": pushed_.seconds}
-        answer = ask_server(ask, messages.learn(share, **about))
+        answer = ask(messages.learn(share, count=found.count, loss_sum=found.loss_sum, seconds=found.seconds))
         if answer.kind == END:
             return answer
         with self.shared.lock:
             self.flat.load(self.shared.state)
-            if pushed_.count:
-                self.flat.set_gradient(pushed_.gradient, tuple(pushed_.absent))
-                self._step(share[0])
-                self.flat.move_statistics(pushed_.statistics)
+            if found.count:
+                self.flat.set_gradient(found.gradient, tuple(found.absent))
+                step_after(self.learner, self.learner.steps.seen(share[0]))
+                self.flat.move_statistics(found.statistics)
             self.shared.stepped(self.flat.state(), gradient)
         return None
-
-    def _step(self, step: int) -> None:
-        learner, clip = self.learner, self.learner.config.optimizer.clip_norm
-        for group in learner.optimizer.param_groups:
-            group["lr"] = learner.lr * learner.schedule.factor(learner.steps.seen(step)) * group.get("lr_scale", 1.0)
-        if clip is not None:
-            clip_grad_norm_(learner.model, learner.mesh, clip)
-        learner.optimizer.step()
-        learner.optimizer.zero_grad(set_to_none=True)
 
     def _average(self) -> None:
         """Take the mean with a living passive worker, if there is one."""
@@ -169,32 +158,21 @@ def work(config: RunConfig, alone: Mesh, group: Any, folder: Path, *, number: in
 
     PeerFailedError: that rank is gone, or failed.  Other errors of this rank end the run, and that rank says why.
     """
-    ask = partial(asked, peer=workers, group=group)
-    worker: PairWorker | None = None
-    try:
+    ask = partial(asked_of, partial(asked, peer=workers, group=group), KEEPER)
+    with ExitStack() as at_end, failure_is_told(ask):
         worker = PairWorker(config, alone, group, number=number, workers=workers)
-        answer = ask_server(ask, Message(HELLO))
+        at_end.callback(worker.end)  # a failure is told before others are waited for
+        answer = ask(Message(HELLO))
         while answer.kind != END:
             answer = _did(worker, answer, ask)
-    except PeerFailedError:
-        raise
-    except Exception as error:
-        ask_server(ask, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
-        raise
-    finally:
-        if worker is not None:
-            worker.end()
-    has_failed, status, step = answer.ints
-    if has_failed:
-        raise PeerFailedError("the rank that keeps the account failed; its message is above")
-    return Outcome("complete" if status == 0 else "interrupted", step, status, None, folder)
+    return outcome_of(answer, folder, KEEPER)
 
 
-def _did(worker: PairWorker, answer: Message, ask: partial[Message]) -> Message:
+def _did(worker: PairWorker, answer: Message, ask: Ask) -> Message:
     """Do what an answer asks for; the next answer."""
     shared = worker.shared
     if answer.kind == messages.SHOW:
-        return ask_server(ask, Message(messages.STATE, (), (), shared.state))
+        return ask(Message(messages.STATE, (), (), shared.state))
     if answer.kind == messages.BEGIN:
         assert answer.values is not None, "all begin with weights"
         worker.begin(answer.values)
@@ -207,13 +185,7 @@ def _did(worker: PairWorker, answer: Message, ask: partial[Message]) -> Message:
             return ends
     with shared.lock:
         request, shared.did = messages.ask(shared.has, shared.did), []
-    return ask_server(ask, request)
-
-
-def _check_finite(found: WorkersGradient, worker: int) -> None:
-    """AgreedError: the loss or the gradient is no finite number."""
-    if not (math.isfinite(found.loss_sum) and bool(torch.isfinite(found.gradient).all())):
-        raise not_finite(found, worker)
+    return ask(request)
 
 
 def _micros() -> int:

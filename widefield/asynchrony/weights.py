@@ -6,18 +6,16 @@ with that times its samples / data.batch_size, so that all updates of a step tog
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from widefield.agreement import DelayCompensation, Descent, ParameterServer
 from widefield.agreement.all_reduce import weighted_mean
 from widefield.agreement.server import delay_compensated
 from widefield.asynchrony.flat_model import FlatModel
-from widefield.asynchrony.messages import WorkersGradient, not_finite
+from widefield.asynchrony.messages import WorkersGradient, check_finite
 from widefield.config import RunConfig
 from widefield.config.agreement import AgreementConfig
 from widefield.parallel.optimizer_steps import clip_grad_norm_
@@ -81,8 +79,7 @@ class ServedWeights:
 
     def arrive(self, worker: int, gradient: WorkersGradient, *, number: int, samples: int) -> Arrived:
         """AgreedError: the loss or the gradient is no finite number."""
-        if not (math.isfinite(gradient.loss_sum) and bool(torch.isfinite(gradient.gradient).all())):
-            raise not_finite(gradient, worker)
+        check_finite(gradient, worker)
         arrived = Arrived(number, gradient, worker, self._read[worker][0], samples, self.received)
         self.received += samples
         return arrived
@@ -108,15 +105,19 @@ class ServedWeights:
         return staleness
 
     def _step(self, gradients: Sequence[Arrived], samples: int) -> None:
-        learner, clip = self.learner, self.learner.config.optimizer.clip_norm
-        share = 1.0 if self._is_synchronous else samples / learner.steps.batch
-        rate = learner.lr * learner.schedule.factor(min(one.seen for one in gradients)) * share
-        for group in learner.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
-        if clip is not None:
-            clip_grad_norm_(learner.model, learner.mesh, clip)
-        learner.optimizer.step()
-        learner.optimizer.zero_grad(set_to_none=True)
+        share = 1.0 if self._is_synchronous else samples / self.learner.steps.batch
+        step_after(self.learner, min(one.seen for one in gradients), share=share)
+
+
+def step_after(learner: Learner, seen: int, *, share: float = 1.0) -> None:
+    """Clip the model's gradients and step, with a share of the schedule's rate after so many samples."""
+    rate, clip = learner.lr * learner.schedule.factor(seen) * share, learner.config.optimizer.clip_norm
+    for group in learner.optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+    if clip is not None:
+        clip_grad_norm_(learner.model, learner.mesh, clip)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad(set_to_none=True)
 
 
 def _weighted(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:

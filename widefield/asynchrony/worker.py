@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from widefield.training.state import seed_everything
 from widefield.training.trainer import Outcome
 
 Ask = Callable[[Message], Message]
-"""Sends the server a request and returns its answer."""
+"""Sends a request and returns its answer."""
 
 
 class Worker:
@@ -62,29 +64,46 @@ def work(config: RunConfig, alone: Mesh, ask: Ask, folder: Path, *, number: int,
 
     PeerFailedError: the server is gone, or failed.  Other errors of this rank end the run, and the server says why.
     """
-    try:
+    ask = partial(asked_of, ask, "the server")
+    with failure_is_told(ask):
         worker = Worker(config, alone, number=number, workers=workers)
-        answer = ask_server(ask, Message(HELLO))
+        answer = ask(Message(HELLO))
         while answer.kind != END:
             assert answer.values is not None, "the server gives weights"
             step, place = answer.ints
-            answer = ask_server(ask, worker.gradient((step, place), answer.values))
-    except PeerFailedError:
-        raise
-    except Exception as error:
-        ask_server(ask, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
-        raise
-    has_failed, status, step = answer.ints
-    if has_failed:
-        raise PeerFailedError("the server failed; its message is above")
-    return Outcome("complete" if status == 0 else "interrupted", step, status, None, folder)
+            answer = ask(worker.gradient((step, place), answer.values))
+    return outcome_of(answer, folder, "the server")
 
 
-def ask_server(ask: Ask, message: Message) -> Message:
+# ---------------------------------------------------------------------------------------------- of workers of any kind
+
+
+def asked_of(ask: Ask, whom: str, message: Message) -> Message:
+    """The answer of a rank, which is `whom` in words.  PeerFailedError: it is gone."""
     try:
         return ask(message)
     except RuntimeError as error:
         raise PeerFailedError(
-            f"lost the server, which reported no error ({str(error).splitlines()[0]}); it was killed, or its machine or the "
+            f"lost {whom}, which reported no error ({str(error).splitlines()[0]}); it was killed, or its machine or the "
             "network is down. The same command goes on from the newest checkpoint"
         ) from error
+
+
+@contextmanager
+def failure_is_told(ask: Ask) -> Iterator[None]:
+    """Inside, an error of this rank is told to the one that answers, which then says why the run ends."""
+    try:
+        yield
+    except PeerFailedError:
+        raise
+    except Exception as error:
+        ask(failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
+        raise
+
+
+def outcome_of(end: Message, folder: Path, whose: str) -> Outcome:
+    """How the run ended, of the last answer.  PeerFailedError: the rank that gave it, `whose` in words, failed."""
+    has_failed, status, step = end.ints
+    if has_failed:
+        raise PeerFailedError(f"{whose} failed; its message is above")
+    return Outcome("complete" if status == 0 else "interrupted", step, status, None, folder)

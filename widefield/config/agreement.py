@@ -141,6 +141,11 @@ class AgreementConfig(Section):
         """Whether the last rank computes no gradients, and the others are workers that do not wait for each other."""
         return self.name in ("server", "ad_psgd")
 
+    @property
+    def last_rank(self) -> str:
+        """What the rank that computes no gradients is, in words."""
+        return f"a server, {self.kind}" if self.name == "server" else f"a rank that keeps their account, {self.name}"
+
     def __str__(self) -> str:
         """As `local_sgd every 8 steps`, `gossip on a ring`, `mean`."""
         if self.name == "gossip":
