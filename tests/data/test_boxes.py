@@ -251,7 +251,7 @@ def assembled(*settings: str):
         (["task.class_weights=balanced"], ValueError, r"the task learns boxes, whose losses weigh classes by alpha"),
         (["task.loss=focal"], ValueError, r"task.loss is set and task.name=detection has a loss of its own"),
         (["task.metrics=[f1]"], ValueError, r"task.metrics has 'f1' and the task learns boxes"),
-        (["task.options.method=ssd"], ValueError, r"method is 'ssd'; retinanet or fcos is wanted"),
+        (["task.options.method=yolo"], ValueError, r"method is 'yolo'; retinanet, fcos, ssd, faster_rcnn are there"),
         (["task.options.strides=[16, 8]"], ValueError, r"strides is \[16, 8\]; whole numbers that rise"),
         (["task.options.octaves=0"], ValueError, r"octaves is 0; a whole number"),
         (["task.options.ratios=[0]"], ValueError, r"ratios is \[0\]; numbers above 0"),

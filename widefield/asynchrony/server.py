@@ -163,11 +163,6 @@ class ServerTrainer(Trainer):
     def _stand(self) -> None:
         """Nothing is in the air, and an evaluation, a save or the end comes."""
 
-    def _next_stand(self, step: int) -> int:
-        """The next step after which nothing may be in the air: that of an evaluation, a save, or the end."""
-        every = [self._steps(self.config.evaluate.every), self._steps(self.config.checkpoint.every)]
-        return min(self.last, *((step // one + 1) * one for one in every))
-
     def fit(self, passes: Passes, interrupt: Interrupt) -> Outcome:
         """As of any run; workers hear in the end how it ended."""
         assert self.requests is not None

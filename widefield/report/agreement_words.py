@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from widefield.quantity import count_of, size_text
+from widefield.report.text_table import aligned
 from widefield.training.terminal import rate_text
 
 Tree = dict[str, Any]
@@ -25,9 +25,7 @@ def agreement_headline(tree: Tree) -> str:
 
 def agreement_table(tree: Tree) -> str:
     """A row for each way, for a terminal."""
-    rows = [list(HEAD), *(_cells(way) for way in tree["ways"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    return "\n".join("  ".join(_aligned(row, widths)).rstrip() for row in rows)
+    return "\n".join(aligned([HEAD, *map(_cells, tree["ways"])]))
 
 
 def _cells(way: Tree) -> list[str]:
@@ -45,11 +43,6 @@ def _cells(way: Tree) -> list[str]:
         "–" if mean is None else f"{mean:.3g}", "–" if most is None else f"{most:,}", size_text(way["bytes_per_step"]),
         "–" if distance is None else "0" if distance < 1e-9 else f"{distance:.3g}",
     ]  # fmt: skip
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    pairs = list(zip(row, widths, strict=True))
-    return [text.ljust(width) if column == 0 else text.rjust(width) for column, (text, width) in enumerate(pairs)]
 
 
 def agreement_sentences(tree: Tree) -> list[str]:

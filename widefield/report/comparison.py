@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
 from typing import Any
 
+from widefield.report.text_table import aligned
 from widefield.training.terminal import memory_text, rate_text
 
 Row = dict[str, Any]
@@ -222,20 +222,11 @@ def in_order(result: Result) -> list[Row]:
 
 def table_text(result: Result) -> str:
     """The table for a terminal, with the plans that did not run below it."""
-    rows = [list(HEAD), *(cells(row, result) for row in in_order(result))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    lines = aligned([HEAD, *(cells(row, result) for row in in_order(result))])
     for row in result["plans"]:
         if row["state"] != "measured":
             lines.append(f"{row['name']}: {row['state']}: {row['reason']}")
     return "\n".join(lines)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        text.ljust(width) if column == 0 else text.rjust(width)
-        for column, (text, width) in enumerate(zip(row, widths, strict=True))
-    ]
 
 
 def table_csv(result: Result) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from widefield.quantity import bytes_text, count_of
+from widefield.report.text_table import aligned
 from widefield.training.terminal import rate_text
 
 Tree = dict[str, Any]
@@ -44,14 +45,7 @@ def cells(plan: Tree) -> list[str]:
 
 def table_text(tree: Tree, most: int = MOST_ROWS) -> str:
     """The table for a terminal."""
-    rows = [list(HEAD), *table_rows(tree, most)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    return "\n".join("  ".join(_aligned(row, widths)).rstrip() for row in rows)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    pairs = list(zip(row, widths, strict=True))
-    return [text.ljust(width) if column == 0 else text.rjust(width) for column, (text, width) in enumerate(pairs)]
+    return "\n".join(aligned([HEAD, *table_rows(tree, most)]))
 
 
 def headline(tree: Tree) -> str:

@@ -98,13 +98,21 @@ def _check_views(config: RunConfig, dataset: Dataset) -> None:
         raise ValueError(
             f"data.augment is empty and {taking}, which would be the same; add transforms, as RandomResizedCrop and ColorJitter"
         )
+    _check_images_alone(config, dataset, taking, "alone", "alone")
+
+
+def _check_images_alone(config: RunConfig, dataset: Dataset, taking: str, each: str, all_: str) -> None:
+    """ValueError, NotImplementedError: images would be mixed, or have more than a class.
+
+    taking: how the task takes images, in words; each, all_: how these words end, of one image and of the data.
+    """
     for field_name in ("mixup", "cutmix"):
         if share := getattr(config.data, field_name):
-            raise ValueError(f"data.{field_name}={share:g} mixes images and {taking} alone; set data.{field_name}=0")
+            raise ValueError(f"data.{field_name}={share:g} mixes images and {taking} {each}; set data.{field_name}=0")
     if dataset.labels in ("boxes", "image"):
         raise NotImplementedError(
-            f"data.name={config.data.name} has {_LABELS_IN_WORDS[dataset.labels]} and {taking} alone; take data of images with "
-            "a class, as imagefolder with all images in one folder"
+            f"data.name={config.data.name} has {_LABELS_IN_WORDS[dataset.labels]} and {taking} {all_}; take data of images "
+            "with a class, as imagefolder with all images in one folder"
         )
 
 
@@ -117,14 +125,7 @@ def _check_real_images(config: RunConfig, dataset: Dataset, task: Task) -> None:
             f"task.options.noise is {list(noise)} and images have {dataset.dims} dims; give a number, as 64, or channels and "
             f"{dataset.dims} extents, as {[16, *[4] * dataset.dims]}"
         )
-    for field_name in ("mixup", "cutmix"):
-        if share := getattr(config.data, field_name):
-            raise ValueError(f"data.{field_name}={share:g} mixes images and {taking} like each; set data.{field_name}=0")
-    if dataset.labels in ("boxes", "image"):
-        raise NotImplementedError(
-            f"data.name={config.data.name} has {_LABELS_IN_WORDS[dataset.labels]} and {taking} like the data's; take data of "
-            "images with a class, as imagefolder with all images in one folder"
-        )
+    _check_images_alone(config, dataset, taking, "like each", "like the data's")
     _check_range(config, "which what is made is compared with")
 
 

@@ -37,12 +37,8 @@ class ReplicasTrainer(Trainer):
         memory = peak_memory_bytes(self.mesh.device)
         line = StepLine(learner.step, learner.epoch, loss, lr, samples, times.seconds, times.data_seconds, memory, {})
         reports.add(line, turns)
-        return self._exchange(batches, stop=stop) if reports.are_due or self._stands_after(learner.step) else False
-
-    def _stands_after(self, step: int) -> bool:
-        """Whether something follows that all ranks do together: an evaluation, a save, the end."""
-        every = [self._steps(self.config.evaluate.every), self._steps(self.config.checkpoint.every)]
-        return step == self.last or any(step % one == 0 for one in every)
+        stands = learner.step == self._next_stand(learner.step - 1)
+        return self._exchange(batches, stop=stop) if reports.are_due or stands else False
 
     def _exchange(self, batches: list[Batch], *, stop: bool) -> bool:
         """Write the lines that wait.  Returns whether any rank asked to stop."""

@@ -165,6 +165,11 @@ class Trainer:
     def _call(self, method: str, facts: StepFacts | EvaluationFacts | EndFacts) -> None:
         call(self.parts.given.callbacks, method, facts)
 
+    def _next_stand(self, step: int) -> int:
+        """The first step after `step` that an evaluation, a save or the end follows, which all ranks make together."""
+        every = [self._steps(self.config.evaluate.every), self._steps(self.config.checkpoint.every)]
+        return min(self.last, *((step // one + 1) * one for one in every))
+
     def _steps(self, duration: Duration) -> int:
         return duration.in_steps(self.learner.steps.per_epoch)
 
