@@ -28,17 +28,24 @@ from widefield.comm.requests import LostPeer, Message
 
 DIMS = 3
 Talk = Generator[tuple[str, int, Message], Message | None, None]
-"""Of a worker: what it sends ("ask", the keeper, message) or ("offer", another one, message); the answer, or None: it is gone."""
+"""Of a worker: what it sends, ("ask", the keeper, message) or ("offer", another, message); the answer, or None: it is gone."""
 
 
 class World:
-    """In place of the keeper's requests.  deaths: how many workers may die.  hand: of the recipe."""
+    """In place of the keeper's requests.  deaths: how many workers may die.  hand: of the recipe.
 
-    def __init__(self, draw: random.Random, hand: ByHand, folder: Path, *, workers: int, deaths: int, step: int = 0) -> None:
-        self.draw, self.hand, self.deaths, self.workers = draw, hand, deaths, workers
+    step, start: of the checkpoint that the run goes on from, if it does.  sent: the bytes of all pairs that came about.
+    """
+
+    def __init__(
+        self, draw: random.Random, hand: ByHand, folder: Path, *, workers: int, deaths: int, step: int = 0,
+        start: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.draw, self.hand, self.deaths, self.workers, self.step, self.sent = draw, hand, deaths, workers, step, 0
         steps, config = hand.learner.steps, hand.config
         self.model = nn.Linear(DIMS, 1, bias=False).double()
-        nn.init.zeros_(self.model.weight)
+        with torch.no_grad():
+            self.model.weight.copy_(torch.zeros(1, DIMS) if start is None else start[None])
         learner: Any = SimpleNamespace(model=self.model, steps=steps, lr=hand.learner.lr, step=step)
         self.objective: Objective = quadratic(steps.samples, DIMS)
         self.algorithm, self.warnings = algorithm_of(config, lr=learner.lr), list[str]()
@@ -57,14 +64,13 @@ class World:
 
     def run(self, stands: list[int]) -> Tensor:
         """Learn until each step of `stands`, at which all stand; the last mean."""
-        mean, step = torch.empty(0), 0
+        mean = torch.empty(0)
         for stand in stands:
             self.keeper.shares.limit = stand
-            while step < stand:
-                self.keeper.learn(step)
-                step += 1
+            while self.step < stand:
+                self.keeper.learn(self.step)
+                self.step += 1
             mean, *_ = self.keeper.stand(stand)
-        self.keeper.close()
         return mean
 
     # ------------------------------------------------------------------------------------------ as Requests
@@ -110,12 +116,13 @@ class World:
         if passive in self.living:
             if active not in self.shared[passive].dead:
                 self.answers[active].append(self.shared[passive].mean_with(active, offer))
+                self.sent += offer.nbytes + self.answers[active][-1].nbytes
         else:
             self.answers[active].append(None)
 
     def _kill(self, worker: int) -> None:
         """At once; of what it sent last to each, some is lost."""
-        allowed = [one for one in self.living - {worker}]
+        allowed = self.living - {worker}
         if len(allowed) > 1 and len({one in self.partners for one in allowed}) == 1:
             return  # those that are left could never agree, which ends a run
         if not allowed:

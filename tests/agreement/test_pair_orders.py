@@ -26,18 +26,41 @@ def hand():
     return ByHand(read_config(DIGITS, SMALL), 1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def assert_logged(world, folder, mean, steps):
+    """The log has the mean of the living, and each sample of so many steps once."""
+    log = EventLog.from_text((folder / "events.jsonl").read_text())
+    found = replay(log, world.algorithm, world.objective).weights
+    assert (found - mean).abs().max() <= 1e-12 * max(1.0, float(mean.abs().max()))
+    times = times_learned(log)
+    assert sum(times.values()) == 13 * steps and max(times.values()) == 1
+    return log
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 8))])
 def test_the_log_has_the_weights_of_the_living_whoever_dies(hand, tmp_path, seed):
     draw, died = random.Random(seed), Counter()
-    for number in range(100):
+    for _ in range(75):
         workers = draw.randint(2, 6)
-        (tmp_path / f"{number}").mkdir()
-        world = World(draw, hand, tmp_path / f"{number}", workers=workers, deaths=draw.randint(0, workers - 1))
+        world = World(draw, hand, tmp_path, workers=workers, deaths=draw.randint(0, workers - 1))
         mean = world.run([3, 5, 8])
-        log = EventLog.from_text((tmp_path / f"{number}" / "events.jsonl").read_text())
-        found = replay(log, world.algorithm, world.objective).weights
-        assert (found - mean).abs().max() <= 1e-12 * max(1.0, float(mean.abs().max())), number
-        times = times_learned(log)
-        assert sum(times.values()) == 13 * 8 and max(times.values()) == 1, number
-        died[workers - len(world.living)] += 1
+        world.keeper.close()
+        log = assert_logged(world, tmp_path, mean, 8)
+        deaths = workers - len(world.living)
+        assert deaths or sum(event.bytes for event in log.events if event.kind == "offer") == world.sent
+        died[deaths] += 1
     assert len(died) > 3
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_a_run_goes_on_from_a_checkpoint_before_what_its_log_has(hand, tmp_path, seed):
+    """With as many workers, more or fewer, after workers had died between checkpoint and end."""
+    draw = random.Random(f"again {seed}")
+    for _ in range(50):
+        first = World(draw, hand, tmp_path, workers=draw.randint(2, 5), deaths=2)
+        saved, counts = first.run([2, 4]), draw.choice([[], [5], [5, 6], [7]])
+        first.run(counts)
+        first.keeper.close()
+        world = World(draw, hand, tmp_path, workers=draw.randint(1, 5), deaths=1, step=4, start=saved)
+        mean = world.run([6, 8])
+        world.keeper.close()
+        assert_logged(world, tmp_path, mean, 8)

@@ -169,14 +169,12 @@ class ServerTrainer(Trainer):
         return min(self.last, *((step // one + 1) * one for one in every))
 
     def fit(self, passes: Passes, interrupt: Interrupt) -> Outcome:
-        """As of any run; workers hear in the end how it ended."""
+        """As of any run; workers hear in the end how it ended, of a failure once this rank has written its report of it."""
         assert self.requests is not None
-        failed, status = True, 1
         try:
             outcome = super().fit(passes, interrupt)
-            failed, status = False, outcome.status
+            self.requests.close(end(has_failed=False, status=outcome.status, step=self.learner.step), seconds=END_SECONDS)
             return outcome
         finally:
-            self.requests.close(end(has_failed=failed, status=status, step=self.learner.step), seconds=END_SECONDS)
             if self.server is not None:
                 self.server.close()
