@@ -21,7 +21,7 @@ from ranks import on_ranks
 from widefield.agreement import EventLog, of_module, replay
 from widefield.agreement.sample_account import times_learned
 from widefield.asynchrony.flat_model import FlatModel
-from widefield.asynchrony.pair_keeper import algorithm_of
+from widefield.asynchrony.pair_keeper import PairKeeper, algorithm_of
 from widefield.asynchrony.pair_messages import (
     OFFER,
     Done,
@@ -35,6 +35,7 @@ from widefield.asynchrony.pair_messages import (
 )  # fmt: skip
 from widefield.asynchrony.pair_worker import PairWorker, SharedWeights
 from widefield.asynchrony.worker import Worker
+from widefield.comm.mesh import AgreedError
 from widefield.config import read_config
 from widefield.data.order import Key
 from widefield.plans import plan_of
@@ -61,7 +62,7 @@ def config_of(settings):
 
 
 def ran_all(mesh, folder, runs):
-    """By run: its steps, and of a worker that answers the bytes that it got and sent for that, and how many doings were told."""
+    """By run: its steps, and of a worker that answers the bytes that it got and sent for that, and how much was told there."""
     found, real_end, counted = {}, PairWorker.end, []
 
     def end(self):
@@ -205,14 +206,57 @@ def test_an_error_of_a_worker_or_a_gradient_that_is_no_number_ends_the_run(tmp_p
     assert all("PeerFailedError: the rank that keeps the account failed" in one for one in others)
 
 
+ALONE = {
+    "plain": [],
+    "branches": [
+        "model.name=agreement.nets:Branches", "optimizer={name: adamw, lr: 0.01, weight_decay: 0.1, clip_norm: 0.5}",
+    ],
+}  # fmt: skip
+
+
 def alone(mesh, folder):
-    return train(config_of(["checkpoint.every=100ep"]), folder / "alone", mesh.world).step
+    for name, settings in ALONE.items():
+        train(config_of(["checkpoint.every=100ep", *settings]), folder / name, mesh.world)
 
 
 def test_one_worker_is_one_device(tmp_path):
+    """Also where a branch never runs, one runs in some passes, and a weight is frozen."""
     on_ranks(2, alone, tmp_path, plan=plan_of(config_of([]), 2))
-    hand = ByHand(config_of(["agreement={name: local_sgd, period: 1000}"]), 1).train(8)
-    assert_close(weights_of(tmp_path / "alone"), hand.weights(0))
+    for name, settings in ALONE.items():
+        hand = ByHand(config_of(["agreement={name: local_sgd, period: 1000}", *settings]), 1).train(8)
+        assert_close(hand.weights(0), weights_of(tmp_path / name))
+        statistics = {key: one for key, one in hand.models[0].named_buffers() if one.is_floating_point()}
+        assert_close(statistics, weights_of(tmp_path / name))
+
+
+def again(mesh, folder):
+    """What a run says that ends in its sixth step, and how many steps it has after the same command."""
+    real = PairKeeper.learn
+
+    def ends(self, step):
+        if step == 5:
+            raise AgreedError("enough")
+        return real(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PairKeeper, "learn", ends)
+        with pytest.raises(RuntimeError) as error:
+            train(config_of([]), folder, mesh.world)
+    return str(error.value), train(config_of([]), folder, mesh.world).step
+
+
+def in_step(mesh, folder):
+    return train(config_of(["agreement=mean", "schedule.length=9step", "batch_norm=synchronized"]), folder, mesh.world).step
+
+
+def test_a_run_goes_on_from_the_mean_of_its_checkpoint_also_in_step(tmp_path):
+    found = on_ranks(WORKERS + 1, again, tmp_path / "run", plan=plan_of(config_of([]), WORKERS + 1))
+    assert found[3] == ("enough", 8) and {steps for _, steps in found} == {8}
+    log = log_of(tmp_path / "run")
+    assert [event.part for event in log.events if event.kind in ("stand", "average")] == [3, 1, 6, 8]
+    assert max(times_learned(log).values()) == 1 and sum(times_learned(log).values()) == 13 * 8
+    assert_close(replayed(tmp_path / "run", []), weights_of(tmp_path / "run"))
+    assert on_ranks(2, in_step, tmp_path / "run", plan=plan_of(config_of(["agreement=mean"]), 2)) == [9, 9]
 
 
 # ---------------------------------------------------------------------------------------------- kill -9

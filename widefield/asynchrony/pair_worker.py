@@ -51,7 +51,7 @@ class SharedWeights:
         self.lock, self.number, self.workers, self.state, self.read = threading.Lock(), number, workers, state, state
         self.has, self.done, self.clock, self.dead = [0] * workers, list[Done](), 0, set[int]()
         self._seen = [0] * workers
-        """By worker, the clock of the last of its doings that came here; all before it are here, or the keeper knows of them."""
+        """By worker, the clock of the last of its doings that came here.  All before it are here, or the keeper knows them."""
 
     def offer(self) -> Message:
         return self._message(messages.OFFER)
