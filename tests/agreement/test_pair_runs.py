@@ -35,6 +35,7 @@ from widefield.asynchrony.pair_messages import (
 )  # fmt: skip
 from widefield.asynchrony.pair_worker import PairWorker, SharedWeights
 from widefield.asynchrony.worker import Worker
+from widefield.comm.failure import PeerFailedError
 from widefield.comm.mesh import AgreedError
 from widefield.config import read_config
 from widefield.data.order import Key
@@ -240,7 +241,7 @@ def again(mesh, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PairKeeper, "learn", ends)
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises((AgreedError, PeerFailedError)) as error:
             train(config_of([]), folder, mesh.world)
     return str(error.value), train(config_of([]), folder, mesh.world).step
 
@@ -257,6 +258,31 @@ def test_a_run_goes_on_from_the_mean_of_its_checkpoint_also_in_step(tmp_path):
     assert max(times_learned(log).values()) == 1 and sum(times_learned(log).values()) == 13 * 8
     assert_close(replayed(tmp_path / "run", []), weights_of(tmp_path / "run"))
     assert on_ranks(2, in_step, tmp_path / "run", plan=plan_of(config_of(["agreement=mean"]), 2)) == [9, 9]
+
+
+def hanging(mesh, folder):
+    """What each rank says where the gradient of worker 0 takes longer than log.hang_seconds, in pairs and with a server."""
+    texts, real = [], Worker.gradient
+
+    def hangs(self, share, state):
+        if mesh.rank == 0:
+            time.sleep(2.5)
+        return real(self, share, state)
+
+    for number, agreement in enumerate(("ad_psgd", "{name: server}")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Worker, "gradient", hangs)
+            try:
+                train(config_of(["log.hang_seconds=1", f"agreement={agreement}"]), folder / f"{number}", mesh.world)
+            except (AgreedError, PeerFailedError) as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_a_worker_that_hangs_ends_the_run_and_is_named(tmp_path):
+    found = on_ranks(WORKERS + 1, hanging, tmp_path, plan=plan_of(config_of([]), WORKERS + 1))
+    assert all("AgreedError: no worker has sent anything for 1 s, and worker 0 should: it hangs" in one for one in found[3])
+    assert len(found[3]) == 2 and all(text.startswith("PeerFailedError") for one in found[:3] for text in one)
 
 
 # ---------------------------------------------------------------------------------------------- kill -9

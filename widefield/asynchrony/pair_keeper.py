@@ -25,6 +25,7 @@ from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.messages import FAILED, HELLO, text_of
 from widefield.asynchrony.pair_journal import PairJournal
 from widefield.asynchrony.samples import Samples
+from widefield.asynchrony.silence import Silence
 from widefield.asynchrony.server import LOOK_SECONDS, ServerTrainer, StepsUpdates
 from widefield.asynchrony.weights import descent_of
 from widefield.comm.mesh import AgreedError
@@ -47,7 +48,7 @@ class PairKeeper:
     ) -> None:
         config, steps = parts.config, learner.steps
         check_parts(learner.model, parts.task, "agreement=ad_psgd")
-        self.requests, self._warn = requests, warn
+        self.requests, self._warn, self._hang_seconds = requests, warn, config.log.hang_seconds
         self.samples, self.flat = Samples(parts, workers=workers), FlatModel(learner.model)
         self.shares = Shares(self.samples.places, step=learner.step, limit=learner.step)
         self.account = PairAccount(self.shares, range(workers))
@@ -85,8 +86,9 @@ class PairKeeper:
     def learn(self, step: int) -> StepsUpdates:
         """Return when the weights have learned from all samples of a step.  AgreedError: they cannot."""
         self._answer()
+        silence = Silence(self._hang_seconds)
         while not self.shares.is_learned(step):
-            self._next()
+            self._next(silence)
         of_places = self._losses.pop(step).values()
         found = StepsUpdates(sum(loss for loss, _ in of_places), sum(count for _, count in of_places))
         del self.shares.learned[step]
@@ -97,15 +99,16 @@ class PairKeeper:
 
         step: how many are learned.
         """
+        silence = Silence(self._hang_seconds)
         while True:
             while not self.account.stands:
-                self._next()
+                self._next(silence)
             self._states, asked = {}, set(self.account.living)
             self.account.waiting = []
             for worker in asked:
                 self.requests.answer(worker, Message(messages.SHOW))
             while self.account.living == asked and self._states.keys() != asked:
-                self._next()
+                self._next(silence)
             if self.account.living == asked:
                 break
         for event in self.journal.due():
@@ -120,8 +123,9 @@ class PairKeeper:
         weights = (states - mean)[:, : self.flat.numel]
         return mean, len(asked), float(weights.square().sum(1).mean().sqrt())
 
-    def _next(self) -> None:
+    def _next(self, silence: Silence) -> None:
         came = self.requests.next(LOOK_SECONDS)
+        silence.look(came, due=self.account.living - set(self.account.waiting))
         if came is not None:
             self._hear(*came)
             self._answer()
