@@ -25,8 +25,8 @@ from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.messages import FAILED, HELLO, text_of
 from widefield.asynchrony.pair_journal import PairJournal
 from widefield.asynchrony.samples import Samples
-from widefield.asynchrony.silence import Silence
 from widefield.asynchrony.server import LOOK_SECONDS, ServerTrainer, StepsUpdates
+from widefield.asynchrony.silence import Silence
 from widefield.asynchrony.weights import descent_of
 from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import LostPeer, Message, Requests

@@ -15,7 +15,7 @@ class Silence:
         self._seconds, self._since = seconds, time.monotonic()
 
     def look(self, came: object | None, *, due: Iterable[int]) -> None:
-        """came: what a worker sent, None where nobody did.  due: workers that wait for no answer.  AgreedError: it is too long."""
+        """came: what a worker sent; None: nobody did.  due: workers that wait for no answer.  AgreedError: it is too long."""
         now = time.monotonic()
         if came is not None:
             self._since = now
