@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 from agreement.replicas_by_hand import ByHand
 from command import DIGITS, record, wait_for_step
 from command import ranks_of as processes_of
@@ -19,9 +21,22 @@ from ranks import on_ranks
 from widefield.agreement import EventLog, of_module, replay
 from widefield.agreement.sample_account import times_learned
 from widefield.asynchrony.flat_model import FlatModel
-from widefield.asynchrony.pair_keeper import algorithm_of
-from widefield.asynchrony.pair_messages import Done, ask, asked_for, bytes_of_pair, share_message, share_of_message
+from widefield.asynchrony.pair_keeper import PairKeeper, algorithm_of
+from widefield.asynchrony.pair_messages import (
+    OFFER,
+    Done,
+    ask,
+    asked_for,
+    bytes_of_pair,
+    of_weights_message,
+    share_message,
+    share_of_message,
+    weights_message,
+)  # fmt: skip
+from widefield.asynchrony.pair_worker import PairWorker, SharedWeights
 from widefield.asynchrony.worker import Worker
+from widefield.comm.failure import PeerFailedError
+from widefield.comm.mesh import AgreedError
 from widefield.config import read_config
 from widefield.data.order import Key
 from widefield.plans import plan_of
@@ -48,14 +63,35 @@ def config_of(settings):
 
 
 def ran_all(mesh, folder, runs):
-    return {name: train(config_of(settings), folder / name, mesh.world).step for name, settings in runs.items()}
+    """By run: its steps, and of a worker that answers the bytes that it got and sent for that, and how much was told there."""
+    found, real_end, counted = {}, PairWorker.end, []
+
+    def end(self):
+        real_end(self)
+        if self._requests is not None:
+            counted[:] = [self._requests.received + self._requests.sent]
+
+    def answering(self, active, offer):
+        answer = real_mean(self, active, offer)
+        told[0] += sum(len(of_weights_message(one, WORKERS)[2]) for one in (offer, answer))
+        return answer
+
+    real_mean, told = SharedWeights.mean_with, [0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PairWorker, "end", end)
+        patch.setattr(SharedWeights, "mean_with", answering)
+        for name, settings in runs.items():
+            told[0], counted[:] = 0, [0]
+            found[name] = train(config_of(settings), folder / name, mesh.world).step, counted[0], told[0]
+    return found
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     found = on_ranks(WORKERS + 1, ran_all, folder, RUNS, plan=plan_of(config_of([]), WORKERS + 1))
-    assert found == [found[0]] * len(found)
+    assert all({name: steps for name, (steps, *_) in one.items()} == dict.fromkeys(RUNS, 8) | {"epoch": 10} for one in found)
+    (folder / "counted.json").write_text(json.dumps(found[1]))  # of the one worker that answers
     return folder
 
 
@@ -111,11 +147,15 @@ def test_what_does_not_learn_stays_and_statistics_are_averaged(runs):
     assert means and all(one.abs().max() > 0 and one.isfinite().all() for one in means)
 
 
-def test_the_bytes_of_all_pairs_are_those_of_the_formula(runs):
-    flat = FlatModel(ByHand(config_of([]), 1).learner.model)
-    expected = bytes_of_pair(WORKERS, of_state=flat.of_state, itemsize=8)
-    assert {event.bytes for event in log_of(runs / "sgd").events if event.kind == "offer"} == {expected}
-    assert expected == 2 * (5 * 8 + (1 + WORKERS) * 8 + flat.of_state * 8)
+@pytest.mark.parametrize("name", ["sgd", "normalized"])
+def test_the_bytes_of_all_pairs_are_those_of_the_formula(runs, name):
+    """As counted by the worker that answers."""
+    flat = FlatModel(ByHand(config_of(RUNS[name]), 1).learner.model)
+    _, sent, told = json.loads((runs / "counted.json").read_text())[name]
+    offers = [event for event in log_of(runs / name).events if event.kind == "offer"]
+    assert sum(event.bytes for event in offers) == sent
+    assert sent == len(offers) * bytes_of_pair(WORKERS, of_state=flat.of_state, itemsize=8) + 5 * 8 * told
+    assert bytes_of_pair(WORKERS, of_state=7, itemsize=8, done=3) == 2 * (5 * 8 + (1 + WORKERS) * 8 + 7 * 8) + 3 * 5 * 8
 
 
 def test_a_mean_is_recorded_where_all_stand(runs):
@@ -125,10 +165,13 @@ def test_a_mean_is_recorded_where_all_stand(runs):
 
 
 def test_messages_are_read_as_they_were_written():
-    did = [Done(3, 1, 2, 4, 1_700_000_000_000_000), Done.step(5, 17, 9)]
-    assert asked_for(ask([1, 2, 3], did), 3) == ((1, 2, 3), did)
-    assert share_of_message(share_message((4, 0), 7, [2])) == ((4, 0), 7, (2,))
-    assert share_of_message(share_message(None, 7, [])) == (None, 7, ())
+    done = [Done(3, 1, 2, 400, 1_700_000_000_000_000), Done.step(5, 1, 17, 9)]
+    assert asked_for(ask([1, 2, 3], done), 3) == ((1, 2, 3), done)
+    assert share_of_message(share_message((4, 0), 7, [5, 0, 6], [2]), 3) == ((4, 0), 7, (5, 0, 6), (2,))
+    assert share_of_message(share_message(None, 7, [5, 0], []), 2) == (None, 7, (5, 0), ())
+    state = torch.arange(3.0)
+    clock, has, read, values = of_weights_message(weights_message(OFFER, 9, [1, 2], done, state), 2)
+    assert (clock, has, read) == (9, [1, 2], done) and values is state
 
 
 def failing(mesh, folder):
@@ -164,14 +207,82 @@ def test_an_error_of_a_worker_or_a_gradient_that_is_no_number_ends_the_run(tmp_p
     assert all("PeerFailedError: the rank that keeps the account failed" in one for one in others)
 
 
+ALONE = {
+    "plain": [],
+    "branches": [
+        "model.name=agreement.nets:Branches", "optimizer={name: adamw, lr: 0.01, weight_decay: 0.1, clip_norm: 0.5}",
+    ],
+}  # fmt: skip
+
+
 def alone(mesh, folder):
-    return train(config_of(["checkpoint.every=100ep"]), folder / "alone", mesh.world).step
+    for name, settings in ALONE.items():
+        train(config_of(["checkpoint.every=100ep", *settings]), folder / name, mesh.world)
 
 
 def test_one_worker_is_one_device(tmp_path):
+    """Also where a branch never runs, one runs in some passes, and a weight is frozen."""
     on_ranks(2, alone, tmp_path, plan=plan_of(config_of([]), 2))
-    hand = ByHand(config_of(["agreement={name: local_sgd, period: 1000}"]), 1).train(8)
-    assert_close(weights_of(tmp_path / "alone"), hand.weights(0))
+    for name, settings in ALONE.items():
+        hand = ByHand(config_of(["agreement={name: local_sgd, period: 1000}", *settings]), 1).train(8)
+        assert_close(hand.weights(0), weights_of(tmp_path / name))
+        statistics = {key: one for key, one in hand.models[0].named_buffers() if one.is_floating_point()}
+        assert_close(statistics, weights_of(tmp_path / name))
+
+
+def again(mesh, folder):
+    """What a run says that ends in its sixth step, and how many steps it has after the same command."""
+    real = PairKeeper.learn
+
+    def ends(self, step):
+        if step == 5:
+            raise AgreedError("enough")
+        return real(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PairKeeper, "learn", ends)
+        with pytest.raises((AgreedError, PeerFailedError)) as error:
+            train(config_of([]), folder, mesh.world)
+    return str(error.value), train(config_of([]), folder, mesh.world).step
+
+
+def in_step(mesh, folder):
+    return train(config_of(["agreement=mean", "schedule.length=9step", "batch_norm=synchronized"]), folder, mesh.world).step
+
+
+def test_a_run_goes_on_from_the_mean_of_its_checkpoint_also_in_step(tmp_path):
+    found = on_ranks(WORKERS + 1, again, tmp_path / "run", plan=plan_of(config_of([]), WORKERS + 1))
+    assert found[3] == ("enough", 8) and {steps for _, steps in found} == {8}
+    log = log_of(tmp_path / "run")
+    assert [event.part for event in log.events if event.kind in ("stand", "average")] == [3, 1, 6, 8]
+    assert max(times_learned(log).values()) == 1 and sum(times_learned(log).values()) == 13 * 8
+    assert_close(replayed(tmp_path / "run", []), weights_of(tmp_path / "run"))
+    assert on_ranks(2, in_step, tmp_path / "run", plan=plan_of(config_of(["agreement=mean"]), 2)) == [9, 9]
+
+
+def hanging(mesh, folder):
+    """What each rank says where the gradient of worker 0 takes longer than log.hang_seconds, in pairs and with a server."""
+    texts, real = [], Worker.gradient
+
+    def hangs(self, share, state):
+        if mesh.rank == 0:
+            time.sleep(2.5)
+        return real(self, share, state)
+
+    for number, agreement in enumerate(("ad_psgd", "{name: server}")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Worker, "gradient", hangs)
+            try:
+                train(config_of(["log.hang_seconds=1", f"agreement={agreement}"]), folder / f"{number}", mesh.world)
+            except (AgreedError, PeerFailedError) as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_a_worker_that_hangs_ends_the_run_and_is_named(tmp_path):
+    found = on_ranks(WORKERS + 1, hanging, tmp_path, plan=plan_of(config_of([]), WORKERS + 1))
+    assert all("AgreedError: no worker has sent anything for 1 s, and worker 0 should: it hangs" in one for one in found[3])
+    assert len(found[3]) == 2 and all(text.startswith("PeerFailedError") for one in found[:3] for text in one)
 
 
 # ---------------------------------------------------------------------------------------------- kill -9

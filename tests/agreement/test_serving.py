@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import random
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from agreement.test_server_runs import SMALL, config_of
 from command import DIGITS
 from ranks import on_ranks
@@ -116,6 +119,26 @@ def test_a_request_is_answered_and_the_bytes_are_counted():
     assert answers[0][:3] == (9, (2, 4), (1.0,)) and answers[0][3].tolist() == [0.0, 2.0, 4.0]
     assert answers[1][0] == 10 and not is_gone
     assert sent == received == 8 * (5 + 2 + 1) + 3 * 4
+
+
+def waiting(mesh):
+    """Rank 1 answers, over a group whose timeout is shorter than the pause of rank 0, and than its own before an answer."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1), backend="gloo")
+    if mesh.rank == 0:
+        first = asked(Message(7), 1, group).kind
+        time.sleep(1.5)
+        return first, asked(Message(8), 1, group).kind
+    requests = Requests([0], group)
+    came = requests.next(60.0)
+    time.sleep(1.5)
+    requests.answer(0, Message(9))
+    found = came[1].kind, requests.next(60.0)[1]
+    requests.close(Message(10), seconds=60.0)
+    return found[0], getattr(found[1], "kind", found[1])
+
+
+def test_a_peer_that_lives_may_take_longer_than_the_groups_timeout():
+    assert on_ranks(2, waiting) == [(9, 10), (7, 8)]
 
 
 # ---------------------------------------------------------------------------------------------- what ends a run

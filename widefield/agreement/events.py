@@ -19,6 +19,7 @@ A kind of event, and what it does to the numbers:
     pair      both take the mean of what was sent
     die       worker is gone, and with it what it alone had learned, of `samples`
     join      the first of `workers` takes the state of the second, or of the server
+    stand     nothing: `workers` are all that live, and their weights have learned from `part` whole steps and nothing else
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 KINDS = (
     "read", "gradient", "push", "reduce", "drop", "step", "average", "outer", "send", "mix", "offer", "pair", "die",
-    "join",
+    "join", "stand",
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class PeerWeights:
         self.does: dict[str, Callable[[Event], None]] = {
             "read": self._read, "gradient": self._gradient, "reduce": self._reduce, "step": self._step,
             "average": self._average, "outer": self._outer, "send": self._send, "mix": self._mix, "offer": self._offer,
-            "pair": self._pair, "die": self._die, "join": self._join,
+            "pair": self._pair, "die": self._die, "join": self._join, "stand": _nothing,
         }  # fmt: skip
 
     def apply(self, event: Event) -> None:
@@ -189,3 +189,7 @@ class PeerWeights:
         worker, peer = event.workers
         one = self.replicas[peer]
         self.replicas[worker] = Replica(PushSum(one.weights), one.state.copy(), one.seen, one.since, one.rate)
+
+
+def _nothing(event: Event) -> None:
+    """What changes no weights."""

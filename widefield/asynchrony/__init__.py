@@ -15,5 +15,13 @@ from the samples of so many whole steps, and from no others.  So a checkpoint is
     weights     the server's updates
     server      the trainer of the server's rank
     worker      the loop of all other ranks
+    silence     ends a run in which workers hang
     ranks       who does which
+
+Workers that average in pairs (AD-PSGD) have weights of their own, and the last rank keeps the account of samples and the log:
+
+    pair_messages  what is in their messages, with that rank and with each other
+    pair_worker    the loop of a worker, and the thread that answers others
+    pair_journal   what workers told, in an order in which it may have happened
+    pair_keeper    the trainer of the rank that keeps the account
 """

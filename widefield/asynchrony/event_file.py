@@ -19,12 +19,15 @@ NAME = "events.jsonl"
 class EventFile:
     """Open for writing.  log: the header of a new file, without events.
 
-    samples: of how many samples the weights have learned that the run goes on from.
+    samples: of how many samples the weights have learned that the run goes on from.  stood: of how many steps, of workers that
+    stand where the run may go on from.
     """
 
-    def __init__(self, path: Path, log: EventLog, *, samples: int) -> None:
+    def __init__(self, path: Path, log: EventLog, *, samples: int = 0, stood: int = 0) -> None:
         self.path = path
-        before = _events_until(path, samples) if samples and path.is_file() else []
+        before = list[Event]()
+        if path.is_file() and (samples or stood):
+            before = _events_until(path, samples) if samples else _events_until_stand(path, stood)
         workers = max([log.workers, *(1 + event.workers[0] for event in before)])  # it may go on with fewer
         self.gradients = 1 + max((event.numbers[0] for event in before if event.kind == "gradient"), default=-1)
         """The number of the next one."""
@@ -63,6 +66,14 @@ def _events_until(path: Path, samples: int) -> list[Event]:
             break
         found.append(event)
     return found
+
+
+def _events_until_stand(path: Path, steps: int) -> list[Event]:
+    """The events until all stood after so many steps, the last time that they did; none where they never did."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if line.endswith("\n")]
+    events = [Event.from_json(line) for line in lines]
+    stood = [place for place, event in enumerate(events) if event.kind == "stand" and event.part == steps]
+    return events[: stood[-1] + 1] if stood else []
 
 
 def _write(path: Path, log: EventLog) -> None:

@@ -26,6 +26,7 @@ from widefield.asynchrony.messages import FAILED, HELLO, text_of
 from widefield.asynchrony.pair_journal import PairJournal
 from widefield.asynchrony.samples import Samples
 from widefield.asynchrony.server import LOOK_SECONDS, ServerTrainer, StepsUpdates
+from widefield.asynchrony.silence import Silence
 from widefield.asynchrony.weights import descent_of
 from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import LostPeer, Message, Requests
@@ -47,23 +48,17 @@ class PairKeeper:
     ) -> None:
         config, steps = parts.config, learner.steps
         check_parts(learner.model, parts.task, "agreement=ad_psgd")
-        self.requests, self.samples, self._warn, self.flat = (
-            requests,
-            Samples(parts, workers=workers),
-            warn,
-            FlatModel(learner.model),
-        )
+        self.requests, self._warn, self._hang_seconds = requests, warn, config.log.hang_seconds
+        self.samples, self.flat = Samples(parts, workers=workers), FlatModel(learner.model)
         self.shares = Shares(self.samples.places, step=learner.step, limit=learner.step)
         self.account = PairAccount(self.shares, range(workers))
         algorithm = algorithm_of(config, lr=learner.lr)
         partners = algorithm.partners(workers) if workers > 1 else {0: ()}
-        self._actives, self._gradients = sorted(partners), dict[int, int]()
+        self._actives, self._gradients = set(partners), dict[int, int]()
         epochs = -(-config.schedule.length.in_steps(steps.per_epoch) // steps.per_epoch)
         log = EventLog(in_words(algorithm), workers, steps.samples, epochs, self.flat.numel, 0.0, ())
-        self.events = EventFile(folder / NAME, log, samples=steps.seen(learner.step))
-        state = self.flat.state()
-        self.nbytes = messages.bytes_of_pair(workers, of_state=state.numel(), itemsize=state.itemsize)
-        self.journal = PairJournal(self._actives, self.nbytes, self._seconds)
+        self.events = EventFile(folder / NAME, log, stood=learner.step)
+        self.journal = PairJournal(workers, self._seconds)
         self._losses: dict[int, dict[int, tuple[float, float]]] = {}
         """By step and place, the sum of losses and its count."""
         self._states: dict[int, Tensor] = {}
@@ -71,10 +66,8 @@ class PairKeeper:
 
     def _go_on(self, workers: int) -> None:
         """All begin with the weights of the checkpoint, where the run had begun before."""
-        before = self.events.before
-        if before:
-            last = {event.workers[0]: event.kind for event in before if event.kind in ("die", "join")}
-            living = [one for one in range(max(event.workers[0] for event in before) + 1) if last.get(one) != "die"]
+        if self.events.before:
+            living = self.events.before[-1].workers
             self.events.write("average", *living, part=1)
             for one in range(workers):
                 if one not in living:
@@ -93,28 +86,34 @@ class PairKeeper:
     def learn(self, step: int) -> StepsUpdates:
         """Return when the weights have learned from all samples of a step.  AgreedError: they cannot."""
         self._answer()
+        silence = Silence(self._hang_seconds)
         while not self.shares.is_learned(step):
-            self._next()
+            self._next(silence)
         of_places = self._losses.pop(step).values()
         found = StepsUpdates(sum(loss for loss, _ in of_places), sum(count for _, count in of_places))
         del self.shares.learned[step]
         return found
 
-    def stand(self) -> tuple[Tensor, int, float]:
-        """(the mean of what the living have, how many these are, how far apart they were), once nothing is in the air."""
+    def stand(self, step: int) -> tuple[Tensor, int, float]:
+        """(the mean of what the living have, how many these are, how far apart they were), once nothing is in the air.
+
+        step: how many are learned.
+        """
+        silence = Silence(self._hang_seconds)
         while True:
             while not self.account.stands:
-                self._next()
+                self._next(silence)
             self._states, asked = {}, set(self.account.living)
             self.account.waiting = []
             for worker in asked:
                 self.requests.answer(worker, Message(messages.SHOW))
             while self.account.living == asked and self._states.keys() != asked:
-                self._next()
+                self._next(silence)
             if self.account.living == asked:
                 break
         for event in self.journal.due():
             self.events.add(event)
+        self.events.write("stand", *sorted(asked), part=step)
         self.events.flush()
         self.account.forget()
         for worker, steps in self.account.steps.items():
@@ -124,8 +123,9 @@ class PairKeeper:
         weights = (states - mean)[:, : self.flat.numel]
         return mean, len(asked), float(weights.square().sum(1).mean().sqrt())
 
-    def _next(self) -> None:
+    def _next(self, silence: Silence) -> None:
         came = self.requests.next(LOOK_SECONDS)
+        silence.look(came, due=self.account.living - set(self.account.waiting))
         if came is not None:
             self._hear(*came)
             self._answer()
@@ -137,7 +137,7 @@ class PairKeeper:
             raise AgreedError(
                 f"all {self.samples.workers} workers are gone; what ended them stands above or in the system's log. {go_on}"
             )
-        actives = living & set(self._actives)
+        actives = living & self._actives
         if len(living) > 1 and len(actives) in (0, len(living)):
             kind = "ask for means and none that answers" if actives else "answer and none that asks for a mean"
             raise AgreedError(
@@ -160,8 +160,8 @@ class PairKeeper:
             self._states[worker] = came.values
             self.account.waiting.append(worker)
         else:
-            has, did = messages.asked_for(came, self.samples.workers)
-            self.journal.did(worker, did)
+            has, done = messages.asked_for(came, self.samples.workers)
+            self.journal.did(done)
             self._lose(self.account.asks(worker, has))
 
     def _learns(self, worker: int, message: Message) -> None:
@@ -194,7 +194,7 @@ class PairKeeper:
         if share is not None:
             self._gradients[worker] = self.events.gradients
             self.events.gradients += 1
-        return messages.share_message(share, self._gradients.get(worker, 0), sorted(self.account.dead))
+        return messages.share_message(share, self._gradients.get(worker, 0), self.journal.known, sorted(self.account.dead))
 
     def close(self) -> None:
         self.events.close()
@@ -214,7 +214,7 @@ class PairTrainer(ServerTrainer):
 
     def _stand(self) -> None:
         keeper = self._server()
-        mean, workers, distance = keeper.stand()
+        mean, workers, distance = keeper.stand(self.learner.step)
         keeper.flat.load(mean)
         if self.record is not None and workers > 1:
             self.record.note("average", step=self.learner.step, replicas=workers, distance=distance, bytes=mean.nbytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -42,37 +43,62 @@ class SharedWeights:
     """What a worker has, for its loop and for the thread that answers; use it with `lock` held.
 
     read: the weights after its last step, of which its next gradient is, whatever it averages with meanwhile.
-    has: how many steps of each worker are in `state`.  did: since it was last told.  ignored: dead workers.
+    has: how many steps of each worker are in `state`.  done: what is in it of which the keeper may not know, by whoever did it.
+    dead: workers that are gone; nothing is taken of them any more.
     """
 
     def __init__(self, number: int, workers: int, state: Tensor) -> None:
-        self.lock, self.number, self.state, self.read = threading.Lock(), number, state, state
-        self.has, self.did, self.clock, self.ignored = [0] * workers, list[Done](), 0, set[int]()
+        self.lock, self.number, self.workers, self.state, self.read = threading.Lock(), number, workers, state, state
+        self.has, self.done, self.clock, self.dead = [0] * workers, list[Done](), 0, set[int]()
+        self._seen = [0] * workers
+        """By worker, the clock of the last of its doings that came here.  All before it are here, or the keeper knows them."""
 
-    def mean_with(self, other: int, offer: Message) -> Message:
+    def offer(self) -> Message:
+        return self._message(messages.OFFER)
+
+    def mean_with(self, active: int, offer: Message) -> Message:
         """Take the mean with an offer; the answer to it."""
-        clock, *has = offer.ints
-        assert offer.values is not None, "an offer has weights"
-        self._note(other, max(self.clock, clock) + 1, has)
-        self.state = pairwise_mean(offer.values, self.state)
-        return messages.weights_message(messages.MEAN, self.clock, self.has, self.state)
+        clock, has, done, state = messages.of_weights_message(offer, self.workers)
+        self._join(max(self.clock, clock) + 1, has, done)
+        self.state = pairwise_mean(state, self.state)
+        answer = self._message(messages.MEAN)
+        self._add([Done(self.clock, active, self.number, offer.nbytes + answer.nbytes, _micros())])
+        return answer
 
-    def take(self, other: int, mean: Message) -> None:
-        """Take the mean that another one has made."""
-        clock, *has = mean.ints
-        assert mean.values is not None, "a mean has weights"
-        self._note(other, clock, has)
-        self.state = mean.values
-
-    def _note(self, other: int, clock: int, has: list[int]) -> None:
-        own = self.has[self.number]
-        self.clock, self.has = clock, [max(pair) for pair in zip(self.has, has, strict=True)]
-        self.did.append(Done(clock, other, own, has[other], _micros()))
+    def take(self, passive: int, mean: Message, *, sent: int) -> None:
+        """Take the mean that another one has made.  sent: the bytes of the offer."""
+        clock, has, done, self.state = messages.of_weights_message(mean, self.workers)
+        self._join(clock, has, done)
+        self._add([Done(self.clock, self.number, passive, sent + mean.nbytes, _micros())])
 
     def stepped(self, state: Tensor, gradient: int) -> None:
         self.clock, self.state, self.read = self.clock + 1, state, state
         self.has[self.number] += 1
-        self.did.append(Done.step(self.clock, gradient, _micros()))
+        self._add([Done.step(self.clock, self.number, gradient, _micros())])
+
+    def request(self) -> Message:
+        """For a share.  It tells what this worker did, and what those did that are dead."""
+        tells = [one for one in self.done if one.worker == self.number or one.worker in self.dead]
+        return messages.ask(self.has, tells)
+
+    def hear(self, known: Sequence[int], dead: Sequence[int]) -> None:
+        """What the keeper knows of each worker, and who is dead."""
+        self.dead.update(dead)
+        self.done = [one for one in self.done if one.clock > known[one.worker]]
+
+    def _message(self, kind: int) -> Message:
+        return messages.weights_message(kind, self.clock, self.has, self.done, self.state)
+
+    def _join(self, clock: int, has: Sequence[int], done: Sequence[Done]) -> None:
+        self.clock, self.has = clock, [max(pair) for pair in zip(self.has, has, strict=True)]
+        self._add(done)
+
+    def _add(self, done: Sequence[Done]) -> None:
+        """Of each worker in the order of its clock, as it is told everywhere."""
+        for one in done:
+            if one.clock > self._seen[one.worker]:
+                self._seen[one.worker] = one.clock
+                self.done.append(one)
 
 
 class PairWorker(Worker):
@@ -118,15 +144,15 @@ class PairWorker(Worker):
 
     def _average(self) -> None:
         """Take the mean with a living passive worker, if there is one."""
-        while alive := [one for one in self.asks_whom if one not in self.shared.ignored]:
+        while alive := [one for one in self.asks_whom if one not in self.shared.dead]:
             other, own = self._draw.choice(alive), self.shared
-            offer = messages.weights_message(messages.OFFER, own.clock, own.has, own.state)
+            offer = own.offer()
             try:
                 answer = asked(offer, other, self.group)
             except RuntimeError:  # it died, and the rank that keeps the account has seen it too
-                own.ignored.add(other)
+                own.dead.add(other)
                 continue
-            own.take(other, answer)
+            own.take(other, answer, sent=offer.nbytes)
             return
 
     def _answer(self) -> None:
@@ -137,7 +163,7 @@ class PairWorker(Worker):
                 if came is None or not isinstance(came[1], Message):
                     continue
                 with self.shared.lock:
-                    answer = None if came[0] in self.shared.ignored else self.shared.mean_with(*came)
+                    answer = None if came[0] in self.shared.dead else self.shared.mean_with(*came)
                 if answer is not None:
                     self._requests.answer(came[0], answer)
         except Exception as error:
@@ -177,14 +203,14 @@ def _did(worker: PairWorker, answer: Message, ask: Ask) -> Message:
         assert answer.values is not None, "all begin with weights"
         worker.begin(answer.values)
     if answer.kind == messages.SHARE:
-        share, gradient, dead = messages.share_of_message(answer)
+        share, gradient, known, dead = messages.share_of_message(answer, shared.workers)
         with shared.lock:
-            shared.ignored.update(dead)
+            shared.hear(known, dead)
         ends = None if share is None else worker.learn(share, gradient, ask)
         if ends is not None:
             return ends
     with shared.lock:
-        request, shared.did = messages.ask(shared.has, shared.did), []
+        request = shared.request()
     return ask(request)
 
 

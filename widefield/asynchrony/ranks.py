@@ -12,7 +12,7 @@ from widefield.asynchrony import pair_worker
 from widefield.asynchrony.checks import server_in_words
 from widefield.asynchrony.messages import server_failed
 from widefield.asynchrony.pair_keeper import PairTrainer
-from widefield.asynchrony.server import END_SECONDS, ServerTrainer
+from widefield.asynchrony.server import ServerTrainer
 from widefield.asynchrony.worker import work
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import World, join, leave
@@ -23,6 +23,9 @@ from widefield.plans import Plan
 from widefield.training.given import NOTHING
 from widefield.training.interrupt import Interrupt
 from widefield.training.trainer import Outcome
+
+FAILED_SECONDS = 0.5
+"""How long a run that failed waits for workers to hear of it; less than launchers wait for the rank that failed to end."""
 
 
 def train(
@@ -43,7 +46,7 @@ def train(
             ask = partial(asked, peer=plan.workers, group=group)
             return work(config, alone, ask, folder, number=world.rank, workers=plan.workers)
         requests = Requests(range(plan.workers), group)
-        stack.callback(requests.close, server_failed(), seconds=END_SECONDS)
+        stack.callback(requests.close, server_failed(), seconds=FAILED_SECONDS)
         kind = PairTrainer if plan.agreement.name == "ad_psgd" else ServerTrainer
         trainer = partial(kind, requests=requests, workers=plan.workers)
         with FailureWatch(alone) as watch:

@@ -13,6 +13,7 @@ from widefield.asynchrony.checks import check_parts
 from widefield.asynchrony.event_file import NAME, EventFile
 from widefield.asynchrony.messages import FAILED, HELLO, end, give, pushed, text_of
 from widefield.asynchrony.samples import Samples
+from widefield.asynchrony.silence import Silence
 from widefield.asynchrony.weights import Arrived, ServedWeights, algorithm_of
 from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import LostPeer, Message, Requests
@@ -46,6 +47,7 @@ class Server:
         config, steps = parts.config, learner.steps
         check_parts(learner.model, parts.task, "agreement=server")
         self.requests, self.samples, self._warn = requests, Samples(parts, workers=workers), warn
+        self._hang_seconds = config.log.hang_seconds
         self.weights = ServedWeights(learner, config.agreement)
         algorithm = algorithm_of(config, lr=learner.lr)
         shares = Shares(self.samples.places, step=learner.step, limit=learner.step)
@@ -58,8 +60,10 @@ class Server:
     def learn(self, step: int) -> StepsUpdates:
         """Return when the weights have learned from all samples of a step.  AgreedError: they cannot."""
         self._answer()
+        silence = Silence(self._hang_seconds)
         while not self.serving.shares.is_learned(step):
             came = self.requests.next(LOOK_SECONDS)
+            silence.look(came, due=self.serving.living - set(self.serving.waiting))
             if came is not None:
                 self._hear(*came)
                 self._update()
@@ -164,14 +168,12 @@ class ServerTrainer(Trainer):
         """Nothing is in the air, and an evaluation, a save or the end comes."""
 
     def fit(self, passes: Passes, interrupt: Interrupt) -> Outcome:
-        """As of any run; workers hear in the end how it ended."""
+        """As of any run; workers hear in the end how it ended, of a failure once this rank has written its report of it."""
         assert self.requests is not None
-        failed, status = True, 1
         try:
             outcome = super().fit(passes, interrupt)
-            failed, status = False, outcome.status
+            self.requests.close(end(has_failed=False, status=outcome.status, step=self.learner.step), seconds=END_SECONDS)
             return outcome
         finally:
-            self.requests.close(end(has_failed=failed, status=status, step=self.learner.step), seconds=END_SECONDS)
             if self.server is not None:
                 self.server.close()

@@ -8,6 +8,7 @@ itself; the stages put them on the `message_device`.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from widefield.comm.devices import passes_the_host
 from widefield.comm.message_tally import note
+
+_EVER = datetime.timedelta(days=365)
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
@@ -37,6 +40,18 @@ def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     """Send a contiguous tensor to rank `peer` of the group, which receives it."""
     note("send", group, peer)
     dist.send(tensor.cpu() if passes_the_host(group, tensor.device) else tensor, group_dst=peer, group=group)
+
+
+def receive_whenever(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
+    """As `receive` of a tensor on the CPU, over gloo, however long the peer takes, if it lives.
+
+    A wait that takes longer than the group's timeout would end all connections of this rank, not this one alone.
+    """
+    note("receive", group, peer)
+    work = dist.irecv(buffer, group_src=peer, group=group)
+    assert work is not None, "a rank of the group receives"
+    work.wait(_EVER)
+    return buffer
 
 
 def receive(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from widefield.comm.point_to_point import receive, send
+from widefield.comm.point_to_point import receive_whenever, send
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEAD = 5
@@ -64,12 +64,12 @@ def send_message(message: Message, peer: int, group: dist.ProcessGroup) -> None:
 
 
 def receive_message(peer: int, group: dist.ProcessGroup) -> Message:
-    """RuntimeError: the peer is gone, or sent nothing within the group's timeout."""
-    head = receive(torch.empty(_HEAD, dtype=torch.int64), peer, group).tolist()
+    """Wait for a peer that lives, however long; it may compute, or have nothing to say.  RuntimeError: it is gone."""
+    head = receive_whenever(torch.empty(_HEAD, dtype=torch.int64), peer, group).tolist()
     kind, ints, floats, count, dtype = head
-    whole = receive(torch.empty(ints, dtype=torch.int64), peer, group).tolist() if ints else []
-    real = receive(torch.empty(floats, dtype=torch.float64), peer, group).tolist() if floats else []
-    values = receive(torch.empty(count, dtype=_DTYPES[dtype]), peer, group) if count else None
+    whole = receive_whenever(torch.empty(ints, dtype=torch.int64), peer, group).tolist() if ints else []
+    real = receive_whenever(torch.empty(floats, dtype=torch.float64), peer, group).tolist() if floats else []
+    values = receive_whenever(torch.empty(count, dtype=_DTYPES[dtype]), peer, group) if count else None
     return Message(kind, tuple(whole), tuple(real), values)
 
 
