@@ -91,6 +91,7 @@ class Serving(Generic[Gradient]):
     """
 
     def __init__(self, algorithm: ParameterServer, shares: Shares, workers: Sequence[int]) -> None:
+        self.compression = algorithm.compression
         self.shares, self.is_synchronous = shares, algorithm.kind == "synchronous"
         self.living, self.yet_to_come = set(workers), set(workers)
         self.clocks, self.limit = StalenessClocks(algorithm.bound), StalenessLimit(algorithm.max_staleness)

@@ -98,9 +98,10 @@ def server_in_words(plan: Plan) -> str:
             f"own; rank {plan.workers} keeps the account of samples, evaluates and saves their mean; these are not one "
             "device's numbers"
         )
-    options = [f"{name} {getattr(asked, name)}" for name in ("bound", "max_staleness", "compensation")
+    options = [f"{name} {getattr(asked, name)}" for name in ("bound", "max_staleness", "compensation", "compression")
                if getattr(asked, name) is not None]  # fmt: skip
-    exact = "data-parallel training" if asked.kind == "synchronous" else "not one device's numbers"
+    is_exact = asked.kind == "synchronous" and asked.compression is None
+    exact = "data-parallel training" if is_exact else "not one device's numbers"
     return (
         f"agreement=server, {', '.join([asked.kind, *options])}: rank {plan.workers} holds the weights, evaluates and saves, "
         f"and {plan.workers} workers push gradients to it; these are {exact}"

@@ -21,6 +21,16 @@ class FlatModel:
         """Of what is trained."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of flat gradients."""
+        return self.trained[0].dtype if self.trained else torch.get_default_dtype()
+
+    def lasting(self, absent: Sequence[int], sent: Tensor) -> tuple[int, ...]:
+        """Those of `absent` for which nothing is sent but zeros.  sent: (numel,)."""
+        parts = sent.split([one.numel() for one in self.trained])
+        return tuple(place for place in absent if not parts[place].any())
+
+    @property
     def of_push(self) -> int:
         """The values that a worker pushes."""
         return self.numel + sum(one.numel() for one in self.buffers)

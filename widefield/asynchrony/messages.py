@@ -1,7 +1,7 @@
 """What is in the messages between a server and its workers.
 
 worker -> server   HELLO, at first;  PUSH: (step, place, *parameters without a gradient), (loss sum, count, seconds),
-                   [gradient, change of statistics];  FAILED: a text
+                   [gradient, change of statistics], as bytes where gradients are compressed;  FAILED: a text
 server -> worker   GIVE: (step, place), [weights, statistics];  END: (whether the run failed, exit status, step)
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from widefield.agreement.compression import Compression, packed_bytes, unpack
 from widefield.agreement.serving import Share
 from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import Message
@@ -39,12 +41,24 @@ def push(share: Share, values: Tensor, absent: tuple[int, ...], *, loss_sum: flo
     return Message(PUSH, (*share, *absent), (loss_sum, count, seconds), values)
 
 
-def pushed(message: Message, *, numel: int) -> WorkersGradient:
-    """numel: of the gradient, after which come the statistics."""
+def pushed(
+    message: Message, *, numel: int, dtype: torch.dtype = torch.float32, compression: Compression | None = None
+) -> WorkersGradient:
+    """numel: of the gradient, after which come the statistics.  dtype, compression: of both, and of a gradient's bytes."""
     assert message.values is not None, "a push has values"
     step, place, *absent = message.ints
-    gradient, statistics = message.values[:numel], message.values[numel:]
+    if compression is None:
+        gradient, statistics = message.values[:numel], message.values[numel:]
+    else:
+        size = packed_bytes(numel, dtype.itemsize, compression)
+        gradient = unpack(message.values[:size], numel, dtype, compression)
+        statistics = message.values[size:].clone().view(dtype)
     return WorkersGradient((step, place), gradient, statistics, frozenset(absent), *message.floats, nbytes=message.nbytes)
+
+
+def with_bytes(packed: Tensor, statistics: Tensor) -> Tensor:
+    """The values of a push whose gradient is packed."""
+    return torch.cat([packed, statistics.contiguous().view(torch.uint8)])
 
 
 def not_finite(gradient: WorkersGradient, worker: int) -> AgreedError:
@@ -77,11 +91,16 @@ def server_failed() -> Message:
     return end(has_failed=True, status=1, step=0)
 
 
-def bytes_of_run(pushes: int, workers: int, *, of_push: int, of_state: int, itemsize: int) -> tuple[int, int]:
+def bytes_of_run(
+    pushes: int, workers: int, *, of_push: int, of_state: int, itemsize: int, numel: int = 0,
+    compression: Compression | None = None,
+) -> tuple[int, int]:  # fmt: skip
     """(what a server sends, what it receives) in a run in which nobody dies and every parameter has a gradient.
 
-    of_push, of_state: values, of a FlatModel.  The last answers, by which workers end, are not counted.
+    of_push, of_state: values, of a FlatModel.  numel: of the gradient among these, where it is compressed.
+    The last answers, by which workers end, are not counted.
     """
+    saved = 0 if compression is None else numel * itemsize - packed_bytes(numel, itemsize, compression)
     sent = pushes * (8 * (5 + 2) + of_state * itemsize)
-    received = pushes * (8 * (5 + 2 + 3) + of_push * itemsize) + workers * 8 * 5
+    received = pushes * (8 * (5 + 2 + 3) + of_push * itemsize - saved) + workers * 8 * 5
     return sent, received

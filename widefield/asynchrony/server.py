@@ -83,12 +83,15 @@ class Server:
             raise AgreedError(f"worker {worker}: {text_of(came)}")
         elif came.kind == HELLO:
             self.serving.joins(worker)
+            if self.events.before and self.serving.compression is not None:
+                self.events.write("join", worker)  # nothing is left of its gradients of before
         else:
             self._take(worker, came)
 
     def _take(self, worker: int, message: Message) -> None:
         """A gradient came."""
-        gradient = pushed(message, numel=self.weights.flat.numel)
+        flat = self.weights.flat
+        gradient = pushed(message, numel=flat.numel, dtype=flat.dtype, compression=self.serving.compression)
         assert gradient.share == self.serving.shares.taken.get(worker), f"worker {worker} pushes {gradient.share}, not its own"
         numbers, number = self.samples.numbers(gradient.share), self.events.gradients
         self.events.gradients += 1

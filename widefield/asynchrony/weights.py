@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from widefield.agreement import DelayCompensation, Descent, ParameterServer
+from widefield.agreement import Compression, DelayCompensation, Descent, ParameterServer
 from widefield.agreement.all_reduce import weighted_mean
 from widefield.agreement.server import delay_compensated
 from widefield.asynchrony.flat_model import FlatModel
@@ -37,6 +37,7 @@ def algorithm_of(config: RunConfig, *, lr: float) -> ParameterServer:
         bound=asked.bound,
         max_staleness=asked.max_staleness,
         compensation=compensation_of(asked),
+        compression=compression_of(asked),
     )
 
 
@@ -50,6 +51,13 @@ def descent_of(config: RunConfig, descent: Descent) -> Descent:
 
 def compensation_of(asked: AgreementConfig) -> DelayCompensation | None:
     return None if asked.compensation is None else DelayCompensation(asked.compensation)
+
+
+def compression_of(asked: AgreementConfig) -> Compression | None:
+    """What is done to what workers push; None: nothing."""
+    if asked.compression is None:
+        return None
+    return Compression(asked.compression, share=asked.compression_share, block=asked.compression_block)
 
 
 @dataclass(frozen=True)

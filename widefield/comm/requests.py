@@ -4,7 +4,7 @@ The rank that answers has a thread per peer, which receives a message, waits unt
 that is slow holds up nobody, and one that died ends its own thread alone: gloo fails its messages at once.
 
 A message is a head of 5 int64 (kind, how many ints, floats and values, their dtype), and then, where there are any, int64,
-float64, and values of a floating dtype, each as one tensor.
+float64, and values of a floating dtype or bytes, each as one tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from widefield.comm.point_to_point import receive, send
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 _HEAD = 5
 NO_MORE = 0
 """The kind of a message that is not answered: the sender's last one."""

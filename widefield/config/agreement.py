@@ -14,6 +14,7 @@ AgreementName = Literal[
 ]  # fmt: skip
 GraphName = Literal["ring", "complete", "exponential", "one_peer_exponential", "bipartite", "hypercube"]
 ServerKind = Literal["synchronous", "asynchronous", "bounded_staleness", "delay_compensated"]
+CompressionKind = Literal["fp16", "int8", "topk"]
 PERIODIC = ("local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco")
 """Those under which copies train by themselves and average their weights now and then."""
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,9 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "bound": ("server",),
     "max_staleness": ("server",),
     "compensation": ("server",),
+    "compression": ("server",),
+    "compression_share": ("server",),
+    "compression_block": ("server",),
 }
 """The names that an option is for."""
 
@@ -81,6 +85,13 @@ class AgreementConfig(Section):
     """Of bounded_staleness: how many updates may come between the reading of weights and the update with their gradient."""
     compensation: Annotated[float, Field(ge=0)] | None = None
     """Of delay_compensated: its lambda; 0 changes nothing."""
+    compression: CompressionKind | None = None
+    """Of server: the form in which gradients are pushed; what it leaves out is in the worker's next gradient.  fp16: halves.
+    int8: bytes, with a scale for each `compression_block` numbers.  topk: the largest `compression_share` of the numbers."""
+    compression_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Of topk: the share of the numbers that is pushed."""
+    compression_block: Positive = 1024
+    """Of int8: how many numbers have one scale."""
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +144,21 @@ class AgreementConfig(Section):
             raise ValueError(
                 f"servers={self.servers}: a gradient that one server has and another lost with its worker would be half "
                 "applied, and nothing here mends that; set servers=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_its_compression_needs(self) -> AgreementConfig:
+        """ValueError: options of another compression, or a kind of server that has none."""
+        for option, kind in (("compression_share", "topk"), ("compression_block", "int8")):
+            if getattr(self, option) != type(self).model_fields[option].default and self.compression != kind:
+                raise ValueError(
+                    f"{option} is an option of compression={kind}, and compression is {self.compression}; leave it out"
+                )
+        if self.compression is not None and self.kind == "delay_compensated":
+            raise ValueError(
+                f"compression={self.compression} with kind=delay_compensated: a compressed gradient has what was left of those "
+                "before it, which are of other weights, so that its delay cannot be compensated; set kind=asynchronous"
             )
         return self
 
