@@ -156,8 +156,9 @@ class StalenessClocks:
             self._slowest = min(self.clocks.values())
         return self.clocks[worker] - self._slowest
 
-    def may_read(self, worker: int) -> bool:
-        return self.bound is None or self.ahead(worker) <= self.bound
+    def may_read(self, worker: int, *, on_way: int = 0) -> bool:
+        """on_way: gradients of the worker that are not applied yet."""
+        return self.bound is None or self.ahead(worker) + on_way <= self.bound
 
 
 @dataclass

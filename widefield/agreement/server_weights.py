@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,7 +37,8 @@ class ServerWeights:
         self.algorithm, self.objective = algorithm, objective
         self.slices = even_parts(objective.start.numel(), algorithm.servers)
         self.parts = algorithm.parts_of(objective.start)
-        self.read: dict[int, dict[int, tuple[Tensor, int]]] = {one: {} for one in range(workers)}
+        self.read: dict[int, dict[int, deque[tuple[Tensor, int]]]] = {one: {} for one in range(workers)}
+        """By worker and part, its last two readings."""
         self.pushed: dict[int, PushedGradient] = {}
         self.feedback: dict[int, list[ErrorFeedback]] = {}
         """By worker and part, what compression left of its gradients; a worker that begins anew has nothing."""
@@ -64,11 +66,11 @@ class ServerWeights:
 
     def _read(self, event: Event) -> None:
         part = self.parts[event.part]
-        self.read[event.workers[0]][event.part] = part.weights, part.version
+        self.read[event.workers[0]].setdefault(event.part, deque(maxlen=2)).append((part.weights, part.version))
 
     def _gradient(self, event: Event) -> None:
         read = self.read[event.workers[0]]
-        then, versions = zip(*(read[part] for part in range(len(self.parts))), strict=True)
+        then, versions = zip(*(read[part][-1 - event.part] for part in range(len(self.parts))), strict=True)
         gradient, count = self.objective.gradient_of(joined(then), event.samples), len(event.samples)
         gradient = self._as_sent(event.workers[0], gradient)
         rate = self.algorithm.descent.rate(seen=self.learned, count=count)

@@ -1,8 +1,11 @@
 """What is in the messages between a server and its workers.
 
-worker -> server   HELLO, at first;  PUSH: (step, place, *parameters without a gradient), (loss sum, count, seconds),
+worker -> server   HELLO, at first;  ASK, for the next share while it learns from one;
+                   PUSH: (step, place, *parameters without a gradient), (loss sum, count, seconds),
                    [gradient, change of statistics], as bytes where gradients are compressed;  FAILED: a text
-server -> worker   GIVE: (step, place), [weights, statistics];  END: (whether the run failed, exit status, step)
+server -> worker   GIVE: (step, place), [weights, statistics];  STRUCK: a text, to a worker that was struck out;
+                   END: (whether the run failed, exit status, step)
+With several servers, GIVE and PUSH have the first one's part of weights and gradient; see part_messages.py.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from widefield.agreement.serving import Share
 from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import Message
 
-HELLO, PUSH, FAILED, GIVE, END = range(1, 6)
+HELLO, PUSH, FAILED, GIVE, END, STRUCK, ASK = range(1, 8)
+PUSHES = 1
+"""The tag of pushes where a worker may wait for its next share at the same time."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,10 @@ def not_finite(gradient: WorkersGradient, worker: int) -> AgreedError:
 
 def failed(text: str) -> Message:
     return Message(FAILED, tuple(text.encode()))
+
+
+def struck(text: str) -> Message:
+    return Message(STRUCK, tuple(text.encode()))
 
 
 def text_of(message: Message) -> str:

@@ -25,7 +25,8 @@ from widefield.agreement.serving import Share
 from widefield.asynchrony import pair_messages as messages
 from widefield.asynchrony.messages import END, HELLO, WorkersGradient, failed, not_finite, pushed
 from widefield.asynchrony.pair_messages import Done
-from widefield.asynchrony.worker import Worker, ask_server
+from widefield.asynchrony.server_links import ask_server
+from widefield.asynchrony.worker import Worker
 from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.requests import Message, Requests, asked, no_more

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from widefield.agreement.compression import ErrorFeedback, pack
 from widefield.agreement.serving import Share
 from widefield.asynchrony.checks import check_parts
 from widefield.asynchrony.flat_model import FlatModel
-from widefield.asynchrony.messages import END, HELLO, WorkersGradient, failed, not_finite, push, with_bytes
+from widefield.asynchrony.messages import GIVE, STRUCK, WorkersGradient, failed, not_finite, push, text_of, with_bytes
 from widefield.asynchrony.samples import Samples
+from widefield.asynchrony.server_links import Ask, ServerLinks, ask_server
 from widefield.asynchrony.weights import compression_of
 from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
@@ -26,9 +28,6 @@ from widefield.training.assemble import assemble, learner_of
 from widefield.training.state import seed_everything
 from widefield.training.trainer import Outcome
 
-Ask = Callable[[Message], Message]
-"""Sends the server a request and returns its answer."""
-
 
 class Worker:
     """The parts of a run on one rank, of which only the model's passes are used.  number: of `workers`."""
@@ -38,10 +37,11 @@ class Worker:
         self.parts = assemble(config, alone)
         check_parts(self.parts.model, self.parts.task, f"agreement={config.agreement.name}")
         self.learner, _ = learner_of(self.parts)
-        self.flat, self.samples = FlatModel(self.learner.model), Samples(self.parts, workers=workers)
+        self.flat, self.samples = FlatModel(self.learner.model), Samples(self.parts, workers=workers - config.agreement.backup)
         self._reader = self.parts.reader(train=True)
         compression = compression_of(config.agreement)
         self._feedback = None if compression is None else ErrorFeedback(compression)
+        self.before_backward: Callable[[], None] = lambda: None
         seed_everything(seed_of(config.seed, "worker", number))
 
     def gradient(self, share: Share, state: Tensor) -> Message:
@@ -57,6 +57,7 @@ class Worker:
         with learner.arithmetic.autocast():
             output = learner.model(image)
         loss = learner.loss_of(output, target, seeds=batch.seeds)
+        self.before_backward()
         (loss / max(1.0, count)).backward()
         gradient, absent = self.flat.gradient()
         change = self.flat.statistics() - state[state.numel() - (self.flat.of_push - self.flat.numel) :]
@@ -85,34 +86,34 @@ class Worker:
         return with_bytes(packed, change), self.flat.lasting(absent, sent)
 
 
-def work(config: RunConfig, alone: Mesh, ask: Ask, folder: Path, *, number: int, workers: int) -> Outcome:
-    """Learn until the server says that the run ends.
+def work(
+    config: RunConfig, alone: Mesh, ask: Ask, folder: Path, *, number: int, workers: int, further: Sequence[Ask] = (),
+    pushes: Sequence[Ask] = (),
+) -> Outcome:  # fmt: skip
+    """Learn until the server says that the run ends, or that this worker was struck out.
 
-    PeerFailedError: the server is gone, or failed.  Other errors of this rank end the run, and the server says why.
+    ask, further: of the first server, and of each of the others.  pushes: of all, beside these; see ServerLinks.
+    PeerFailedError: a server is gone, or failed.  Other errors of this rank end the run, and the first server says why.
     """
+    report = pushes[0] if pushes else ask
     try:
         worker = Worker(config, alone, number=number, workers=workers)
-        answer = ask_server(ask, Message(HELLO))
-        while answer.kind != END:
+        links = ServerLinks(worker.flat, ask, further, pushes, worker=number)
+        worker.before_backward = links.ask_ahead
+        answer = links.begin()
+        while answer.kind == GIVE:
             assert answer.values is not None, "the server gives weights"
             step, place = answer.ints
-            answer = ask_server(ask, worker.gradient((step, place), answer.values))
+            answer = links.push(worker.gradient((step, place), answer.values))
     except PeerFailedError:
         raise
     except Exception as error:
-        ask_server(ask, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
+        ask_server(report, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
         raise
+    if answer.kind == STRUCK:
+        print(f"widefield: worker {number}: {text_of(answer)}", file=sys.stderr, flush=True)
+        return Outcome("complete", 0, 0, None, folder)
     has_failed, status, step = answer.ints
     if has_failed:
         raise PeerFailedError("the server failed; its message is above")
     return Outcome("complete" if status == 0 else "interrupted", step, status, None, folder)
-
-
-def ask_server(ask: Ask, message: Message) -> Message:
-    try:
-        return ask(message)
-    except RuntimeError as error:
-        raise PeerFailedError(
-            f"lost the server, which reported no error ({str(error).splitlines()[0]}); it was killed, or its machine or the "
-            "network is down. The same command goes on from the newest checkpoint"
-        ) from error

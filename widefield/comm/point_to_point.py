@@ -33,20 +33,20 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group:
     return dist.batch_isend_irecv([_through_host(post) for post in posts])
 
 
-def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Send a contiguous tensor to rank `peer` of the group, which receives it."""
+def send(tensor: Tensor, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> None:
+    """Send a contiguous tensor to rank `peer` of the group, which receives it.  tag: of gloo's messages, which NCCL has not."""
     note("send", group, peer)
-    dist.send(tensor.cpu() if passes_the_host(group, tensor.device) else tensor, group_dst=peer, group=group)
+    dist.send(tensor.cpu() if passes_the_host(group, tensor.device) else tensor, group_dst=peer, group=group, tag=tag)
 
 
-def receive(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
+def receive(buffer: Tensor, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> Tensor:
     """Fill the contiguous `buffer` with what rank `peer` of the group sends, and return it."""
     note("receive", group, peer)
     if not passes_the_host(group, buffer.device):
-        dist.recv(buffer, group_src=peer, group=group)
+        dist.recv(buffer, group_src=peer, group=group, tag=tag)
         return buffer
     host = torch.empty_like(buffer, device="cpu")
-    dist.recv(host, group_src=peer, group=group)
+    dist.recv(host, group_src=peer, group=group, tag=tag)
     return buffer.copy_(host)
 
 

@@ -29,6 +29,8 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "global_period": ("gossip",),
     "delay": ("gossip",),
     "servers": ("server",),
+    "backup": ("server",),
+    "overlap": ("server",),
     "kind": ("server",),
     "bound": ("server",),
     "max_staleness": ("server",),
@@ -74,11 +76,17 @@ class AgreementConfig(Section):
     delay: Annotated[int, Field(ge=0)] = 0
     """Of gossip: for how many steps a message may be on its way while copies go on; then push-sum counts what is on its way."""
     servers: Positive = 1
-    """Of server: how many of the last ranks hold weights; 1 is what there is."""
+    """Of server: how many of the last ranks hold weights and the optimizer's state, each an even part; the first one leads."""
+    backup: Annotated[int, Field(ge=0)] = 0
+    """Of synchronous: how many workers an update does not wait for (arXiv:1604.00981).  A step's batch is divided among the
+    others; a gradient that comes too late is dropped, and its samples are handed out again."""
     kind: ServerKind = "asynchronous"
     """Of server. synchronous: a step with the gradients of all; exact.  asynchronous: an update with each gradient as it comes.
     bounded_staleness: the same, within `bound` or `max_staleness`.  delay_compensated: the same, with gradients corrected for
     what the weights have moved since (arXiv:1609.08326)."""
+    overlap: bool = False
+    """Of server, but synchronous: workers fetch the next weights while they compute a gradient, which are then older by what is
+    applied meanwhile."""
     bound: Annotated[int, Field(ge=0)] | None = None
     """Of bounded_staleness: how many updates a worker may be ahead of the slowest one."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
@@ -140,10 +148,15 @@ class AgreementConfig(Section):
                 f"kind={self.kind} with compensation={self.compensation}: delay_compensated has one, and the other kinds have "
                 "none; as kind=delay_compensated, compensation=0.04"
             )
-        if self.servers > 1:
+        if self.overlap and self.kind == "synchronous":
             raise ValueError(
-                f"servers={self.servers}: a gradient that one server has and another lost with its worker would be half "
-                "applied, and nothing here mends that; set servers=1"
+                "overlap with kind=synchronous: the next weights are made of the gradients that are computed, so they cannot "
+                "come before; leave overlap out, or set kind=asynchronous"
+            )
+        if self.backup and self.kind != "synchronous":
+            raise ValueError(
+                f"backup={self.backup} with kind={self.kind}: only a synchronous update waits for workers; leave backup out, "
+                "or set kind=synchronous"
             )
         return self
 
@@ -155,6 +168,12 @@ class AgreementConfig(Section):
                 raise ValueError(
                     f"{option} is an option of compression={kind}, and compression is {self.compression}; leave it out"
                 )
+        if self.compression is not None and (self.servers > 1 or self.backup):
+            other = f"servers={self.servers}" if self.servers > 1 else f"backup={self.backup}"
+            raise ValueError(
+                f"compression={self.compression} with {other}: a compressed gradient is one of all weights and has what was "
+                "left of those before it, so it can be neither cut for several servers nor dropped; leave one out"
+            )
         if self.compression is not None and self.kind == "delay_compensated":
             raise ValueError(
                 f"compression={self.compression} with kind=delay_compensated: a compressed gradient has what was left of those "

@@ -79,7 +79,7 @@ class Plan(Section):
 
     @property
     def has_server(self) -> bool:
-        """Whether the last rank holds the weights, and the others are its workers."""
+        """Whether the last ranks hold the weights, and the others are their workers."""
         return self.agreement.has_server
 
     @property
@@ -102,7 +102,8 @@ class Plan(Section):
         further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1)
         further += [section for section, axis in SECTIONS.items() if axis is None and getattr(self, section) is not None]
         further += [str(self.agreement)] * self.has_replicas
-        further += [f"{self.workers} workers and a server, {self.agreement.kind}"] * self.has_server
+        servers = "a server" if self.agreement.servers == 1 else f"{self.agreement.servers} servers"
+        further += [f"{self.workers} workers and {servers}, {self.agreement.kind}"] * self.has_server
         further += [f"streamed in {self.stream}"] if self.stream else []
         return ", ".join([" x ".join(used) or "one rank", *further])
 
