@@ -146,8 +146,10 @@ def serve(config: RunConfig, alone: Mesh, group: Any, folder: Path, *, rank: int
             ask_server(partial(asked, peer=workers, group=group), failed(text))
         raise
     finally:
-        pushes.close(end, seconds=END_SECONDS)
-        requests.close(end, seconds=END_SECONDS)
+        for one in (requests, pushes):
+            one.answer_all(end)
+        for one in (requests, pushes):
+            one.wait(seconds=END_SECONDS)
     has_failed, status, step = end.ints
     if has_failed:
         raise PeerFailedError("the first server failed; its message is above")

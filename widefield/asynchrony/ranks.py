@@ -17,11 +17,12 @@ from widefield.asynchrony.checks import server_in_words
 from widefield.asynchrony.messages import PUSHES, server_failed
 from widefield.asynchrony.pair_keeper import PairTrainer
 from widefield.asynchrony.server import END_SECONDS, ServerTrainer
+from widefield.asynchrony.server_links import Channel
 from widefield.asynchrony.worker import work
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.comm.replica_mesh import alone_on
-from widefield.comm.requests import Requests, asked
+from widefield.comm.requests import Requests
 from widefield.config import RunConfig
 from widefield.plans import Plan
 from widefield.training.given import NOTHING
@@ -67,8 +68,6 @@ def _part_of(
         return pair_worker.work(config, alone, group, folder, number=rank, workers=workers)
     if rank > workers:
         return part_server.serve(config, alone, group, folder, rank=rank, workers=workers, servers=servers)
-    first, *further = [partial(asked, peer=one, group=group) for one in range(workers, workers + servers)]
-    pushes = []
-    if config.agreement.overlap:
-        pushes = [partial(asked, peer=one, group=group, tag=PUSHES) for one in range(workers, workers + servers)]
-    return work(config, alone, first, folder, number=rank, workers=workers, further=further, pushes=pushes)
+    ranks = range(workers, workers + servers)
+    pushes = [Channel(one, group, PUSHES) for one in ranks] if config.agreement.overlap else []
+    return work(config, alone, [Channel(one, group) for one in ranks], folder, number=rank, workers=workers, pushes=pushes)

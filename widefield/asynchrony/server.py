@@ -130,7 +130,10 @@ class Server:
         busy = {worker for worker in self.serving.living if self.serving.is_awaited(worker)}
         found = self.attendance.hanging(busy)
         for worker, text in found.items():
+            asks = worker in self.serving.waiting
             self._goes(worker, text)
+            if asks:
+                self.requests.answer(worker, struck(self.attendance.reason(worker)))
             for requests in (self.requests, self.pushes):
                 if requests is not None:
                     requests.leave_out(worker)
@@ -256,9 +259,11 @@ class ServerTrainer(Trainer):
             return outcome
         finally:
             last = end(has_failed=failed, status=status, step=self.learner.step)
-            for requests in (self.pushes, self.requests):
-                if requests is not None:
-                    requests.close(last, seconds=self._end_seconds(failed))
+            if self.pushes is not None:
+                self.pushes.answer_all(last)
+            self.requests.close(last, seconds=self._end_seconds(failed))
+            if self.pushes is not None:
+                self.pushes.wait(seconds=END_SECONDS)
             if self.server is not None:
                 self.server.close()
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from widefield.agreement.server import even_parts
 from widefield.asynchrony import part_messages
 from widefield.asynchrony.flat_model import FlatModel
-from widefield.asynchrony.messages import ASK, GIVE, HELLO, not_finite, pushed
+from widefield.asynchrony.messages import ASK, END, GIVE, HELLO, not_finite, pushed
 from widefield.comm.failure import PeerFailedError
-from widefield.comm.requests import Message
+from widefield.comm.requests import Message, asked, no_more
 
 Ask = Callable[[Message], Message]
 """Sends a server a request and returns its answer.  RuntimeError: it is gone."""
@@ -31,6 +34,31 @@ def ask_server(ask: Ask, message: Message) -> Message:
         ) from error
 
 
+@dataclass
+class Channel:
+    """The requests of this rank to a server, by one tag, one after another."""
+
+    peer: int
+    group: Any
+    tag: int = 0
+    _is_open: bool = True
+    """Whether the server receives a further request."""
+
+    def __call__(self, message: Message) -> Message:
+        """The answer to a request.  RuntimeError: the server is gone."""
+        self._is_open = False
+        answer = asked(message, self.peer, self.group, tag=self.tag)
+        self._is_open = answer.kind != END
+        return answer
+
+    def close(self) -> None:
+        """Tell the server that no request comes any more, unless it has said so, or has not answered yet."""
+        if self._is_open:
+            with suppress(RuntimeError):
+                no_more(self.peer, self.group, tag=self.tag)
+        self._is_open = False
+
+
 class _Link:
     """Asks one server from a thread of its own."""
 
@@ -38,17 +66,26 @@ class _Link:
         self._ask = ask
         self._posted: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Message | Exception] = queue.SimpleQueue()
+        self._is_awaited = False
         threading.Thread(target=self._work, name="link to a server", daemon=True).start()
 
     def post(self, message: Message) -> None:
+        self._is_awaited = True
         self._posted.put(message)
 
     def answer(self, seconds: float | None = None) -> Message:
         """RuntimeError, PeerFailedError: the server is gone.  queue.Empty: there is no answer within so many seconds."""
         found = self._answers.get(timeout=seconds)
+        self._is_awaited = False
         if isinstance(found, Exception):
             raise found
         return found
+
+    def let_go(self) -> None:
+        """Wait for an answer that nobody has use for, so that no thread receives messages of what comes after the run."""
+        if self._is_awaited:
+            with suppress(RuntimeError, PeerFailedError, queue.Empty):
+                self.answer(END_SECONDS)
 
     def _work(self) -> None:
         try:
@@ -61,18 +98,28 @@ class _Link:
 
 
 class ServerLinks:
-    """first: asks the first server.  further: each of the others, in the order of their parts.  worker: for messages.
+    """first: to the first server.  further: to each of the others, in the order of their parts.  worker: for messages.
 
-    pushes: ask the same servers beside these, where the next share is fetched while a gradient is computed.
+    pushes: to the same servers, beside these, where the next share is fetched while a gradient is computed.
     """
 
-    def __init__(self, flat: FlatModel, first: Ask, further: Sequence[Ask], pushes: Sequence[Ask] = (), *, worker: int) -> None:
+    def __init__(
+        self, flat: FlatModel, first: Channel, further: Sequence[Channel], pushes: Sequence[Channel] = (), *, worker: int
+    ) -> None:
+        self._channels = [first, *further, *pushes]
         self._first, self._flat, self._worker = first, flat, worker
         self._links = [_Link(ask) for ask in further]
         self._parts = even_parts(flat.numel, 1 + len(further)) if further else []
         self._ahead = _Link(self._pull) if pushes else None
         self._push = pushes[0] if pushes else None
         self._bringing = [_Link(ask) for ask in pushes[1:]] if pushes else self._links
+
+    def close(self) -> None:
+        """The run ends here, however it does."""
+        for link in (*([] if self._ahead is None else [self._ahead]), *self._links, *self._bringing):
+            link.let_go()
+        for channel in self._channels:
+            channel.close()
 
     def begin(self) -> Message:
         """The first share with its weights, as `push` returns them."""
@@ -113,7 +160,6 @@ class ServerLinks:
         if not self._links:
             return answer
         if answer.kind != GIVE:
-            self._let_go()
             return answer
         assert answer.values is not None, "the first server gives its part"
         own, rest = answer.values.split([self._parts[0].stop, len(answer.values) - self._parts[0].stop])
@@ -123,11 +169,3 @@ class ServerLinks:
                 return ask_server(self._first, Message(HELLO))
             assert one.ints == answer.ints, f"weights for {one.ints} came with the share {answer.ints}"
         return Message(GIVE, answer.ints, (), torch.cat([own, *(one.values for one in found if one.values is not None), rest]))
-
-    def _let_go(self) -> None:
-        """The run ends, and so do the servers: wait for their last answers."""
-        for link in self._links:
-            try:
-                link.answer(END_SECONDS)
-            except (RuntimeError, queue.Empty):
-                continue

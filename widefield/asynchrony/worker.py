@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from widefield.asynchrony.checks import check_parts
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.messages import GIVE, STRUCK, WorkersGradient, failed, not_finite, push, text_of, with_bytes
 from widefield.asynchrony.samples import Samples
-from widefield.asynchrony.server_links import Ask, ServerLinks, ask_server
+from widefield.asynchrony.server_links import Channel, ServerLinks, ask_server
 from widefield.asynchrony.weights import compression_of
 from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
@@ -87,31 +88,38 @@ class Worker:
 
 
 def work(
-    config: RunConfig, alone: Mesh, ask: Ask, folder: Path, *, number: int, workers: int, further: Sequence[Ask] = (),
-    pushes: Sequence[Ask] = (),
+    config: RunConfig, alone: Mesh, servers: Sequence[Channel], folder: Path, *, number: int, workers: int,
+    pushes: Sequence[Channel] = (),
 ) -> Outcome:  # fmt: skip
     """Learn until the server says that the run ends, or that this worker was struck out.
 
-    ask, further: of the first server, and of each of the others.  pushes: of all, beside these; see ServerLinks.
+    servers: to all of them.  pushes: to all, beside these; see ServerLinks.
     PeerFailedError: a server is gone, or failed.  Other errors of this rank end the run, and the first server says why.
     """
-    report = pushes[0] if pushes else ask
-    try:
-        worker = Worker(config, alone, number=number, workers=workers)
-        links = ServerLinks(worker.flat, ask, further, pushes, worker=number)
-        worker.before_backward = links.ask_ahead
-        answer = links.begin()
-        while answer.kind == GIVE:
-            assert answer.values is not None, "the server gives weights"
-            step, place = answer.ints
-            answer = links.push(worker.gradient((step, place), answer.values))
-    except PeerFailedError:
-        raise
-    except Exception as error:
-        ask_server(report, failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
-        raise
+    with ExitStack() as stack:
+        try:
+            worker = Worker(config, alone, number=number, workers=workers)
+            links = ServerLinks(worker.flat, servers[0], servers[1:], pushes, worker=number)
+            stack.callback(links.close)
+            worker.before_backward = links.ask_ahead
+            answer = links.begin()
+            while answer.kind == GIVE:
+                assert answer.values is not None, "the server gives weights"
+                step, place = answer.ints
+                answer = links.push(worker.gradient((step, place), answer.values))
+        except PeerFailedError:
+            raise
+        except Exception as error:
+            text = str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)
+            ask_server((*pushes, *servers)[0], failed(text))
+            raise
+    return _ended(answer, folder, number=number)
+
+
+def _ended(answer: Message, folder: Path, *, number: int) -> Outcome:
+    """How the run ends for a worker.  PeerFailedError: the server failed."""
     if answer.kind == STRUCK:
-        print(f"widefield: worker {number}: {text_of(answer)}", file=sys.stderr, flush=True)
+        print(f"widefield: worker {number} {text_of(answer)}", file=sys.stderr, flush=True)
         return Outcome("complete", 0, 0, None, folder)
     has_failed, status, step = answer.ints
     if has_failed:

@@ -122,10 +122,14 @@ class Requests:
 
     def close(self, message: Message, *, seconds: float) -> None:
         """Answer all requests that wait or come, within so many seconds, with one last message."""
+        self.answer_all(message)
+        self.wait(seconds=seconds)
+
+    def answer_all(self, message: Message) -> None:
+        """From now on, answer all requests with one last message; returns at once."""
         self._last = message
         for answers in self._answers.values():
             answers.put(message)
-        self.wait(seconds=seconds)
 
     def wait(self, *, seconds: float) -> None:
         """Until every peer has said `no_more`, or is gone; no longer than so many seconds."""
@@ -161,9 +165,9 @@ class Requests:
         return self._last
 
 
-def no_more(peer: int, group: dist.ProcessGroup) -> None:
+def no_more(peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> None:
     """Tell the rank that answers that no request comes any more; it does not answer.  RuntimeError: it is gone."""
-    send_message(Message(NO_MORE), peer, group)
+    send_message(Message(NO_MORE), peer, group, tag=tag)
 
 
 def asked(message: Message, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> Message:
