@@ -42,7 +42,7 @@ class Branches(nn.Module):
 
 
 class KilledInPush(Plain):
-    """On rank 0 the process is killed in its third push: when one further server has its part, another has not, nor the first."""
+    """Rank 0 is killed in its third push, when one further server has its part, and another and the first have not."""
 
     def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
         super().__init__(in_channels, num_classes)

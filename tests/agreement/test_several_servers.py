@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from agreement.nets import Plain
 from agreement.test_server_runs import (
     NORMALIZED,
     assert_close,
@@ -24,8 +25,14 @@ from torch import nn
 
 from widefield.agreement.sample_account import times_learned
 from widefield.asynchrony.flat_model import FlatModel
+from widefield.asynchrony.messages import bytes_of_run
+from widefield.asynchrony.part_server import PartServer
+from widefield.asynchrony.server_links import ServerLinks
 from widefield.asynchrony.weight_parts import WeightPart, check_optimizer, from_bytes, join_states, to_bytes
+from widefield.asynchrony.worker import Worker
+from widefield.plans import check as check_plan
 from widefield.plans import plan_of
+from widefield.run import train
 
 CLIPPED = ["optimizer={name: sgd, lr: 0.1, momentum: 0.9, clip_norm: 0.05}"]
 SYNCHRONOUS = "agreement={name: server, kind: synchronous"
@@ -129,6 +136,70 @@ def test_weights_that_are_fetched_ahead_are_those_of_the_log(one, name):
     if name == "overlap, max_staleness":
         assert max(staleness_of(folder)) <= 2
     assert max(staleness_of(folder)) >= 1  # its own
+
+
+@pytest.mark.parametrize(("servers", "name"), [(2, "asynchronous"), (2, "overlap"), (3, "asynchronous")])
+def test_the_bytes_of_all_weights_and_gradients_are_those_of_the_formula(several, servers, name):
+    log = log_of(several / str(servers) / name)
+    sent, received = bytes_of_run(12, 2, of_push=log.numel, of_state=log.numel, itemsize=8, servers=servers)
+    assert sum(event.bytes for event in log.events if event.kind == "read") == sent
+    assert sum(event.bytes for event in log.events if event.kind == "gradient") == received - 2 * 8 * 5
+
+
+def failing(mesh, folder, cases):
+    """What each rank says where a worker or a further server fails, or where the run is refused."""
+    texts, real, update = [], Worker.gradient, PartServer._update
+
+    def gradient(self, share, state):
+        found = real(self, share, state)
+        if mesh.rank == 0 and name == "raises":
+            raise ValueError("the third page is torn")
+        if name == "nan":  # in the last part
+            found.values[-1] = torch.nan
+        return found
+
+    def fails(self, order):
+        if name == "server":
+            raise ValueError("the shelf is full")
+        return update(self, order)
+
+    Worker.gradient, PartServer._update = gradient, fails
+    try:
+        for name, settings in cases.items():
+            try:
+                train(config_of(settings), folder / name, mesh.world)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    finally:
+        Worker.gradient, PartServer._update = real, update
+    return texts
+
+
+def test_an_error_of_a_worker_or_of_a_further_server_ends_the_run(tmp_path):
+    two, ahead = ["agreement={name: server, servers: 2}"], ["agreement={name: server, servers: 2, overlap: true}"]
+    whole = [*two, "optimizer={name: 'torch.optim:Adafactor', lr: 0.1, base_lr: 0.1, lr_rule: linear}"]
+    cases = {"raises": two, "nan": ahead, "server": ahead, "whole": whole, "again": two}
+    found = on_ranks(4, failing, tmp_path, cases, plan=plan_of(config_of(two), 4))
+    assert [len(texts) for texts in found] == [4] * 4  # the last run is none of these
+    raises, nan, server, refused = zip(*found, strict=True)
+    assert raises[2] == "AgreedError: worker 0: the third page is torn" and raises[0] == "ValueError: the third page is torn"
+    assert "the first server failed" in raises[3] and "the server failed" in raises[1]
+    assert all("no finite number" in nan[rank] for rank in (2, 0)) and "PeerFailedError" in nan[3]
+    assert server[2] == "AgreedError: the server on rank 3: the shelf is full" and server[3] == "ValueError: the shelf is full"
+    assert all("Adafactor looks at whole weights" in text for text in refused)
+    assert_close(replayed(tmp_path / "again", two), weights_of(tmp_path / "again"))
+
+
+def test_more_servers_than_weights_and_backup_workers_than_workers_are_refused():
+    with pytest.raises(ValueError, match="285 parameters on 300 servers"):
+        ServerLinks(FlatModel(Plain()), None, [None] * 299, worker=0)
+    for settings, ranks, words in (
+        (["agreement={name: server, servers: 3}"], 3, "3 ranks that hold weights and one or more for workers"),
+        ([f"{SYNCHRONOUS}, backup: 2}}"], 3, "agreement.backup=2 of 2 workers leaves none"),
+    ):
+        config = config_of(settings)
+        with pytest.raises(ValueError, match=words):
+            check_plan(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_if_known)
 
 
 # ---------------------------------------------------------------------------------------------- backup workers

@@ -30,6 +30,8 @@ class FurtherServers:
         """What came from workers while something was awaited from servers."""
         self._brought: dict[int, deque[Message]] = {rank: deque() for rank in ranks}
         self._pieces: list[list[Piece]] = []
+        self.nbytes = 0
+        """Of the messages that bring all further servers their parts of a gradient, or a worker their weights."""
 
     def next(self, seconds: float) -> tuple[int, Message | LostPeer] | None:
         """The next message of a worker; None where none came."""
@@ -75,6 +77,7 @@ class FurtherServers:
             tree = {"weights": found.weights(), "states": found.states(), "options": found.options()}
             self.requests.answer(rank, Message(messages.LOAD, (), (), to_bytes(tree)))
             self._pieces.append(found.places)
+            self.nbytes += messages.bring((0, 0), found.weights()).nbytes
         own = WeightPart(whole, optimizer, first)
         optimizer.state.clear()
         return own

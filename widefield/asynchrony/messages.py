@@ -102,14 +102,16 @@ def server_failed() -> Message:
 
 def bytes_of_run(
     pushes: int, workers: int, *, of_push: int, of_state: int, itemsize: int, numel: int = 0,
-    compression: Compression | None = None,
+    compression: Compression | None = None, servers: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
-    """(what a server sends, what it receives) in a run in which nobody dies and every parameter has a gradient.
+    """(what servers send, what they receive) in a run in which nobody dies and every parameter has a gradient.
 
     of_push, of_state: values, of a FlatModel.  numel: of the gradient among these, where it is compressed.
-    The last answers, by which workers end, are not counted.
+    Not counted are the last answers, by which workers end, and what has no weights among several servers: the orders of the
+    first, and 40 bytes each for a request of weights and for the answer that a part has come.
     """
     saved = 0 if compression is None else numel * itemsize - packed_bytes(numel, itemsize, compression)
-    sent = pushes * (8 * (5 + 2) + of_state * itemsize)
-    received = pushes * (8 * (5 + 2 + 3) + of_push * itemsize - saved) + workers * 8 * 5
+    sent = pushes * (servers * 8 * (5 + 2) + of_state * itemsize)
+    heads = 8 * (5 + 2 + 3) + (servers - 1) * 8 * (5 + 2)
+    received = pushes * (heads + of_push * itemsize - saved) + workers * 8 * 5
     return sent, received

@@ -147,7 +147,8 @@ class Server:
         self.events.gradients += 1
         samples = self.samples.numbers(gradient.share)
         later = len(serving.has(worker)) - 1  # readings after this one
-        about = {"numbers": (number,), "seconds": gradient.seconds, "bytes": gradient.nbytes, "samples": samples}
+        nbytes = gradient.nbytes + self.weights.further_nbytes
+        about = {"numbers": (number,), "seconds": gradient.seconds, "bytes": nbytes, "samples": samples}
         if serving.late.get(worker) == gradient.share:
             self.events.write("gradient", worker, **about)
             self.events.write("drop", worker, samples=samples, numbers=(number,))
@@ -179,7 +180,7 @@ class Server:
         for worker, share in self.serving.ready():
             message = give(share, self.weights.read(worker, share))
             self.attendance.gives(worker, share)
-            self.events.write("read", worker, bytes=message.nbytes)
+            self.events.write("read", worker, bytes=message.nbytes + self.weights.further_nbytes)
             self.requests.answer(worker, message)
 
     def close(self) -> None:

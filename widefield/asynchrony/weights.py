@@ -98,6 +98,11 @@ class ServedWeights:
         """Of what this server sends and is pushed."""
         return self.held.flat
 
+    @property
+    def further_nbytes(self) -> int:
+        """Of what the other servers send or are pushed, for a share."""
+        return 0 if self.further is None else self.further.nbytes
+
     def read(self, worker: int, share: Share) -> Tensor:
         """What the worker is sent by this server; the others are told that it reads."""
         if self.further is not None:

@@ -19,6 +19,7 @@ from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.messages import GIVE, STRUCK, WorkersGradient, failed, not_finite, push, text_of, with_bytes
 from widefield.asynchrony.samples import Samples
 from widefield.asynchrony.server_links import Channel, ServerLinks, ask_server
+from widefield.asynchrony.weight_parts import check_optimizer
 from widefield.asynchrony.weights import compression_of
 from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
@@ -99,6 +100,8 @@ def work(
     with ExitStack() as stack:
         try:
             worker = Worker(config, alone, number=number, workers=workers)
+            if len(servers) > 1:
+                check_optimizer(worker.learner.optimizer, len(servers))
             links = ServerLinks(worker.flat, servers[0], servers[1:], pushes, worker=number)
             stack.callback(links.close)
             worker.before_backward = links.ask_ahead
