@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import torch
 from torch import Tensor, nn
+
+from widefield.comm.requests import Message
 
 
 class Plain(nn.Module):
@@ -35,6 +39,34 @@ class Branches(nn.Module):
         x = self.norm(self.stem(x)).tanh() * self.scale
         x = x + self.side(x).tanh() if is_bright else x
         return self.head(x.mean((2, 3)))
+
+
+class KilledInPush(Plain):
+    """Rank 0 is killed in its third push, when one further server has its part, and another and the first have not."""
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes)
+        if os.environ.get("RANK") == "0":
+            from widefield.asynchrony.server_links import ServerLinks
+
+            real, pushes = ServerLinks._bring, [0]
+
+            def bring(links: ServerLinks, message: Message) -> Message:
+                pushes[0] += 1
+                if pushes[0] < 3:
+                    return real(links, message)
+                links._bringing = links._bringing[:1]
+                links._parts = links._parts[:2]
+                real(links, message)
+                os.kill(os.getpid(), signal.SIGKILL)
+                raise AssertionError("it was killed")
+
+            ServerLinks._bring = bring
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(0.02)
+        return super().forward(x)
 
 
 class Slow(Plain):

@@ -261,28 +261,27 @@ def test_a_run_goes_on_from_the_mean_of_its_checkpoint_also_in_step(tmp_path):
 
 
 def hanging(mesh, folder):
-    """What each rank says where the gradient of worker 0 takes longer than log.hang_seconds, in pairs and with a server."""
-    texts, real = [], Worker.gradient
+    """What each rank says where the gradient of worker 0 takes longer than log.hang_seconds."""
+    real = Worker.gradient
 
     def hangs(self, share, state):
         if mesh.rank == 0:
             time.sleep(2.5)
         return real(self, share, state)
 
-    for number, agreement in enumerate(("ad_psgd", "{name: server}")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Worker, "gradient", hangs)
-            try:
-                train(config_of(["log.hang_seconds=1", f"agreement={agreement}"]), folder / f"{number}", mesh.world)
-            except (AgreedError, PeerFailedError) as error:
-                texts.append(f"{type(error).__name__}: {error}")
-    return texts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "gradient", hangs)
+        try:
+            train(config_of(["log.hang_seconds=1"]), folder / "run", mesh.world)
+        except (AgreedError, PeerFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "trained"
 
 
 def test_a_worker_that_hangs_ends_the_run_and_is_named(tmp_path):
     found = on_ranks(WORKERS + 1, hanging, tmp_path, plan=plan_of(config_of([]), WORKERS + 1))
-    assert all("AgreedError: no worker has sent anything for 1 s, and worker 0 should: it hangs" in one for one in found[3])
-    assert len(found[3]) == 2 and all(text.startswith("PeerFailedError") for one in found[:3] for text in one)
+    assert "AgreedError: no worker has sent anything for 1 s, and worker 0 should: it hangs" in found[3]
+    assert all(text.startswith("PeerFailedError") for text in found[:3])
 
 
 # ---------------------------------------------------------------------------------------------- kill -9

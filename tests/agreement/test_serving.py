@@ -22,7 +22,7 @@ from widefield.asynchrony.checks import check_parts, check_recipe
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.worker import Worker
 from widefield.comm.mesh import Mesh, World
-from widefield.comm.requests import LostPeer, Message, Requests, asked
+from widefield.comm.requests import LostPeer, Message, Requests, asked, close_all
 from widefield.config import read_config
 from widefield.parallel.parallelize import parallelize
 from widefield.plans import Plan, from_text, plan_of, to_text
@@ -34,6 +34,8 @@ from widefield.training.given import Given
 KINDS = {
     "asynchronous": ParameterServer(),
     "synchronous": ParameterServer(kind="synchronous"),
+    "backup 1": ParameterServer(kind="synchronous", backup=1),
+    "backup 2": ParameterServer(kind="synchronous", backup=2),
     "bound 0": ParameterServer(bound=0),
     "bound 2": ParameterServer(bound=2),
     "max_staleness 0": ParameterServer(max_staleness=0),
@@ -43,51 +45,74 @@ STEPS, PLACES = 5, 3
 
 
 class _Played:
-    """A server and workers without weights or processes, which act in a random order."""
+    """A server and workers without weights or processes, which act in a random order.  ahead: as of Serving."""
 
-    def __init__(self, algorithm, draws, *, deaths):
-        self.draws, self.deaths, self.stand = draws, deaths, 2
-        self.serving = Serving(algorithm, Shares(lambda step: range(PLACES), limit=self.stand), range(3))
-        self.acting = dict.fromkeys(range(3), "asks")
-        self.version, self.read, self.learned, self.staleness = 0, {}, [], []
+    def __init__(self, algorithm, draws, *, deaths, ahead=0):
+        self.draws, self.deaths, self.stand, self.ahead = draws, deaths, 2, ahead
+        self.places = algorithm.needed(3) if algorithm.backup else PLACES
+        shares = Shares(lambda step: range(self.places), limit=self.stand)
+        self.serving = Serving(algorithm, shares, range(3), ahead=ahead)
+        self.asks = dict.fromkeys(range(3), True)  # of the living, whether it has asked nothing yet
+        self.has = {worker: [] for worker in range(3)}  # (share, version), the one it learns from first
+        self.version, self.learned, self.staleness, self.dropped, self.of_update = 0, [], [], 0, []
 
     def play(self):
-        while len(self.learned) < STEPS * PLACES:
+        while len(self.learned) < STEPS * self.places:
             self._hear()
             for found in self.serving.due():
                 self.learned += [one.share for one in found]
                 self.staleness += [self.version - one.gradient for one in found]
+                self.of_update.append(len(found))
                 self.version += 1
-            if len(self.learned) == self.stand * PLACES:  # nothing is in the air: an evaluation could be
+            if len(self.learned) == self.stand * self.places:  # nothing is in the air: an evaluation could be
                 assert not self.serving.shares.taken and not self.serving.held
                 self.stand = self.serving.shares.limit = min(STEPS, self.stand + 2)
-            for worker, _ in self.serving.ready():
-                self.read[worker], self.acting[worker] = self.version, "computes"
+            for worker, share in self.serving.ready():
+                self.has[worker].append((share, self.version))
+                self.asks[worker] = bool(self.ahead)  # for the next one, while it learns from this one
+                assert len(self.has[worker]) <= 1 + self.ahead
 
     def _hear(self):
-        who = [worker for worker, act in self.acting.items() if act != "waits"]
-        assert who, f"nobody acts and {len(self.learned)} of {STEPS * PLACES} are learned"
-        worker = self.draws.choice(who)
+        acts = [(worker, "asks") for worker, asks in self.asks.items() if asks]
+        acts += [(worker, "pushes") for worker in self.asks if self.has[worker]]
+        assert acts, f"nobody acts and {len(self.learned)} of {STEPS * self.places} are learned"
+        worker, act = self.draws.choice(acts)
         if self.deaths and self.draws.random() < 0.1:
             self.deaths -= 1
-            del self.acting[worker]
+            del self.asks[worker]
+            self.has[worker].clear()
             self.serving.goes(worker)
-        elif self.acting[worker] == "asks":
-            self.acting[worker] = "waits"
+        elif act == "asks":
+            self.asks[worker] = False
             self.serving.joins(worker)
         else:
-            self.acting[worker] = "waits"
-            self.serving.pushes(worker, self.read[worker])
+            self._push(worker, *self.has[worker].pop(0))
+
+    def _push(self, worker, share, version):
+        if self.serving.late.get(worker) == share:
+            assert version < self.version
+            self.dropped += 1
+            self.serving.drops_late(worker)
+        else:
+            self.serving.pushes(worker, share, version)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("name", KINDS)
-def test_in_any_order_and_whoever_dies_each_share_is_learned_once_and_nobody_waits_for_ever(name):
-    most = {"synchronous": 0, "max_staleness 0": 0, "max_staleness 2": 2}.get(name, math.inf)
+def test_in_any_order_and_whoever_dies_each_share_is_learned_once_and_nobody_waits_for_ever(name, ahead):
+    if ahead and KINDS[name].kind == "synchronous":
+        return
+    most = {"synchronous": 0, "backup 1": 0, "backup 2": 0, "max_staleness 0": 0, "max_staleness 2": 2}.get(name, math.inf)
+    dropped = 0
     for seed in range(2000):
-        played = _Played(KINDS[name], random.Random(f"{name} {seed}"), deaths=seed % 3)
+        played = _Played(KINDS[name], random.Random(f"{name} {seed}"), deaths=seed % 3, ahead=ahead)
         played.play()
-        assert sorted(played.learned) == [(step, place) for step in range(STEPS) for place in range(PLACES)]
+        assert sorted(played.learned) == [(step, place) for step in range(STEPS) for place in range(played.places)]
         assert max(played.staleness) <= most
+        dropped += played.dropped
+        if KINDS[name].backup:  # as many gradients as a step has, of whichever steps
+            assert set(played.of_update) == {played.places}
+    assert bool(dropped) == bool(KINDS[name].backup)
 
 
 def test_a_run_that_is_asked_to_stop_ends_what_was_begun():
@@ -110,7 +135,7 @@ def exchanged(mesh):
     requests = Requests([0], group)
     _, first = requests.next(60.0)
     requests.answer(0, Message(9, (2, 4), (1.0,), 2 * first.values))
-    requests.close(Message(10), seconds=60.0)
+    close_all([requests], Message(10), seconds=60.0)
     return requests.sent, requests.received, isinstance(first, LostPeer)
 
 
@@ -133,7 +158,7 @@ def waiting(mesh):
     time.sleep(1.5)
     requests.answer(0, Message(9))
     found = came[1].kind, requests.next(60.0)[1]
-    requests.close(Message(10), seconds=60.0)
+    close_all([requests], Message(10), seconds=60.0)
     return found[0], getattr(found[1], "kind", found[1])
 
 
@@ -183,12 +208,22 @@ def test_an_error_of_a_worker_or_a_gradient_that_is_no_number_ends_the_run(tmp_p
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("{name: server, servers: 2}", "half applied, and nothing here mends that; set servers=1"),
+        ("{name: server, backup: 1}", "only a synchronous update waits for workers"),
+        ("{name: server, kind: synchronous, overlap: true}", "so they cannot come before"),
+        ("{name: server, servers: 2, compression: int8}", "servers=2: a compressed gradient is one of all weights"),
+        ("{name: server, kind: synchronous, backup: 1, compression: int8}", "backup=1: a compressed gradient"),
+        ("{name: ad_psgd, servers: 2}", "servers is an option of server, and the name is ad_psgd"),
         ("{name: server, kind: bounded_staleness}", "with no bound: bounded_staleness takes one of"),
         ("{name: server, kind: bounded_staleness, bound: 1, max_staleness: 2}", "with bound and max_staleness"),
         ("{name: server, max_staleness: 2}", "the other kinds take none"),
         ("{name: server, kind: delay_compensated}", "compensation=None: delay_compensated has one"),
         ("{name: server, compensation: 1.0}", "the other kinds have none"),
+        ("{name: server, kind: delay_compensated, compensation: 1.0, compression: int8}", "its delay cannot be compensated"),
+        ("{name: server, compression: zip}", "compression"),
+        ("{name: server, compression: topk, compression_share: 0}", "compression_share"),
+        ("{name: server, compression: int8, compression_share: 0.1}", "compression_share is an option of compression=topk"),
+        ("{name: server, compression_block: 16}", "option of compression=int8, and compression is None"),
+        ("{name: ad_psgd, compression: int8}", "compression is an option of server, and the name is ad_psgd"),
         ("{name: ad_psgd, kind: synchronous}", "kind is an option of server, and the name is ad_psgd"),
         ("{name: server, period: 4}", "period is an option of local_sgd"),
         ("{name: local_sgd, kind: synchronous}", "kind is an option of server, and the name is local_sgd"),

@@ -81,6 +81,8 @@ def test_what_waits_for_a_straggler_and_what_does_not(asked):
     assert rows["mean"].staleness_most == rows["synchronous"].staleness_most == 0
     assert rows["gossip"].staleness_most is None and rows["asynchronous"].staleness_mean > 0
     assert rows["max_staleness"].staleness_most <= 8
+    saved = rows["compressed"].bytes_per_step / rows["asynchronous"].bytes_per_step
+    assert saved == pytest.approx((4 * 650 + 650 + 4) / (8 * 650), rel=0.01)
     assert rows["synchronous"].distance == 0.0 < rows["gossip"].distance
     assert all(0 < one.busy <= 1 for one in rows.values())
     assert all(one.seconds_to_loss is not None and one.loss <= 0.6 for one in rows.values())

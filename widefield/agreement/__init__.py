@@ -5,6 +5,7 @@
     all_reduce      the mean of the gradients after every batch: synchronous data-parallel training
     periodic        the mean of the weights now and then: local SGD, post-local, hierarchical, SlowMo, DiLoCo
     gossip          means with a few others: D-PSGD, push-sum (SGP, overlapped SGP), AD-PSGD, periodic global averages
+    compression     gradients in fewer bytes, and what that leaves out for the next one
     server          parameter servers: synchronous, with backup workers, asynchronous, bounded staleness, DC-ASGD, Hogwild
     serving         the server of a real run: who may read now, and which gradients may be applied
 
@@ -25,6 +26,7 @@ so they have to be asked for by name.
 """
 
 from widefield.agreement.all_reduce import AllReduce
+from widefield.agreement.compression import Compression
 from widefield.agreement.descent import Descent
 from widefield.agreement.events import EventLog
 from widefield.agreement.gossip import Gossip, PairwiseGossip
@@ -46,8 +48,8 @@ from widefield.agreement.simulator import replay, simulate, simulate_times
 from widefield.agreement.workers import Connection, Death, Delay, Workers
 
 __all__ = [
-    "AllDiedError", "AllReduce", "Connection", "Death", "Delay", "DelayCompensation", "Descent", "EventLog", "Gossip",
-    "MixingGraph", "Objective", "PairwiseGossip", "ParameterServer", "PeriodicAveraging", "SimulatedRun", "SlowMomentum",
-    "Workers", "contraction", "digits", "diloco", "hierarchical", "local_sgd", "of_module", "post_local_sgd", "quadratic",
-    "replay", "simulate", "simulate_times", "slowmo", "softmax_regression", "spectral_gap",
+    "AllDiedError", "AllReduce", "Compression", "Connection", "Death", "Delay", "DelayCompensation", "Descent", "EventLog",
+    "Gossip", "MixingGraph", "Objective", "PairwiseGossip", "ParameterServer", "PeriodicAveraging", "SimulatedRun",
+    "SlowMomentum", "Workers", "contraction", "digits", "diloco", "hierarchical", "local_sgd", "of_module", "post_local_sgd",
+    "quadratic", "replay", "simulate", "simulate_times", "slowmo", "softmax_regression", "spectral_gap",
 ]  # fmt: skip

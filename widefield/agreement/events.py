@@ -42,8 +42,9 @@ class Event:
     """One line of a log.
 
     time: virtual seconds.  samples: numbers of samples, counted over epochs (number modulo the size of the data set is the
-    index).  part: of the server's parameters, or the number of a round.  numbers: of gradients.  seconds: how long a worker
-    computed.  bytes: that were sent for this.  weights: of a mix.  rounds: in which each of its other workers sent.
+    index).  part: of the server's parameters, or the number of a round; of a gradient, how many readings of its worker came
+    after the one that it is of.  numbers: of gradients.  seconds: how long a worker computed.  bytes: that were sent for this.
+    weights: of a mix.  rounds: in which each of its other workers sent.
     """
 
     time: float

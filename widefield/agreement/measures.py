@@ -134,7 +134,7 @@ def idle_seconds(log: EventLog) -> tuple[float, ...]:
         if event.kind == "die" and worker in since:
             idle[worker] += event.time - since.pop(worker)
         elif event.kind == "join":
-            since[worker] = event.time
+            since.setdefault(worker, event.time)
     for worker, begun in since.items():
         idle[worker] += log.seconds - begun
     return tuple(max(0.0, idle[worker]) for worker in range(log.workers))

@@ -6,6 +6,7 @@
     bounded staleness  no worker is more than `bound` steps ahead of the slowest         Ho et al. 2013, NeurIPS 26
     bounded delay      no gradient meets weights more than `max_staleness` updates on    Agarwal and Duchi 2011, arXiv:1104.5525
     delay compensated  g + l g g (w now - w then) for a gradient g of old weights        Zheng et al. 2017, arXiv:1609.08326
+    compressed         gradients are pushed in fewer bytes; see compression.py
     Hogwild            no server: all read and write shared memory without locks         Niu et al. 2011, arXiv:1106.5730
 
 Weights, versions and the optimizer's state are kept in parts, one per server (or block of memory).  The *version* of a part is
@@ -22,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from widefield.agreement.compression import Compression
 from widefield.agreement.descent import Descent, DescentState
 
 
@@ -154,8 +156,9 @@ class StalenessClocks:
             self._slowest = min(self.clocks.values())
         return self.clocks[worker] - self._slowest
 
-    def may_read(self, worker: int) -> bool:
-        return self.bound is None or self.ahead(worker) <= self.bound
+    def may_read(self, worker: int, *, on_way: int = 0) -> bool:
+        """on_way: gradients of the worker that are not applied yet."""
+        return self.bound is None or self.ahead(worker) + on_way <= self.bound
 
 
 @dataclass
@@ -220,6 +223,7 @@ class ParameterServer:
     max_staleness: how many updates may come between reading and update.  Workers wait only where a gradient would get too old,
         so one that is k times slower than n - 1 others slows down nobody from k (n - 1) on.
     servers: how many the parameters are divided over; of Hogwild: into how many blocks a worker reads and writes them.
+    compression: of what workers push, each server's part by itself, with what it leaves out in the worker's next gradient.
     """
 
     descent: Descent = field(default_factory=Descent)
@@ -229,6 +233,7 @@ class ParameterServer:
     bound: int | None = None
     max_staleness: int | None = None
     compensation: DelayCompensation | None = None
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         """ValueError: an option of another kind, or one below 0."""
@@ -259,6 +264,24 @@ class ParameterServer:
             raise ValueError(
                 "Hogwild adds a gradient times the learning rate to shared memory, and has no place for momentum, weight "
                 "decay or AdamW; take plain SGD, or a server"
+            )
+
+        if self.compression is not None:
+            self._refuse_compression()
+
+    def _refuse_compression(self) -> None:
+        """ValueError: what is left of a gradient would be learned with, or compensated for, what it is not of."""
+        if self.kind == "hogwild":
+            raise ValueError("Hogwild's workers write to shared memory and send nothing; leave compression out")
+        if self.backup:
+            raise ValueError(
+                f"backup={self.backup} drops late gradients, whose samples are learned from again while a part of them is left "
+                "with the worker by compression; leave one out"
+            )
+        if self.compensation is not None:
+            raise ValueError(
+                "a compressed gradient has what was left of those before it, which are of other weights, so that its delay "
+                "cannot be compensated; leave compensation or compression out"
             )
 
     def needed(self, workers: int) -> int:

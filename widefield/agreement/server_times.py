@@ -14,13 +14,14 @@ from widefield.agreement.server import ParameterServer, StalenessClocks, Stalene
 
 @dataclass
 class ServerTimes(QueuedTimes):
-    """What both kinds of server have in common.  sizes: bytes of each part, 0 in shared memory.
+    """What both kinds of server have in common.  sizes: bytes of each part, 0 in shared memory.  push_sizes: of its gradients.
 
     received: by worker, which parts it has read for its next gradient.  flying: parts of gradients on their way.
     """
 
     algorithm: ParameterServer = field(default_factory=ParameterServer)
     sizes: tuple[int, ...] = (0,)
+    push_sizes: tuple[int, ...] = (0,)
     received: dict[int, set[int]] = field(default_factory=dict)
     busy_until: dict[tuple[str, str, int], float] = field(default_factory=dict)
     flying: int = 0
@@ -56,10 +57,10 @@ class ServerTimes(QueuedTimes):
 
     def computed(self, worker: int, batch: tuple[int, ...], seconds: float) -> None:
         number, now = self.new_gradient(), self.queue.now
-        self.write(now, "gradient", worker, samples=batch, numbers=(number,), seconds=seconds, bytes=sum(self.sizes))
+        self.write(now, "gradient", worker, samples=batch, numbers=(number,), seconds=seconds, bytes=sum(self.push_sizes))
         self.account.learned(worker, by_all=True)
         self.received[worker] = set()
-        for part, size in enumerate(self.sizes):
+        for part, size in enumerate(self.push_sizes):
             self.flying += 1
             self._deliver(worker, part, number, self._message(("worker", worker), ("server", part), size, worker))
 

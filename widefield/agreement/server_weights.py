@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from widefield.agreement.all_reduce import weighted_mean
+from widefield.agreement.compression import ErrorFeedback
 from widefield.agreement.events import Event
 from widefield.agreement.objectives import Objective
 from widefield.agreement.server import ParameterServer, even_parts, joined
@@ -35,8 +37,11 @@ class ServerWeights:
         self.algorithm, self.objective = algorithm, objective
         self.slices = even_parts(objective.start.numel(), algorithm.servers)
         self.parts = algorithm.parts_of(objective.start)
-        self.read: dict[int, dict[int, tuple[Tensor, int]]] = {one: {} for one in range(workers)}
+        self.read: dict[int, dict[int, deque[tuple[Tensor, int]]]] = {one: {} for one in range(workers)}
+        """By worker and part, its last two readings."""
         self.pushed: dict[int, PushedGradient] = {}
+        self.feedback: dict[int, list[ErrorFeedback]] = {}
+        """By worker and part, what compression left of its gradients; a worker that begins anew has nothing."""
         self.learned = 0
         self.does: dict[str, Callable[[Event], None]] = {
             "read": self._read, "gradient": self._gradient, "push": self._push, "reduce": self._reduce, "drop": self._drop,
@@ -61,16 +66,24 @@ class ServerWeights:
 
     def _read(self, event: Event) -> None:
         part = self.parts[event.part]
-        self.read[event.workers[0]][event.part] = part.weights, part.version
+        self.read[event.workers[0]].setdefault(event.part, deque(maxlen=2)).append((part.weights, part.version))
 
     def _gradient(self, event: Event) -> None:
         read = self.read[event.workers[0]]
-        then, versions = zip(*(read[part] for part in range(len(self.parts))), strict=True)
+        then, versions = zip(*(read[part][-1 - event.part] for part in range(len(self.parts))), strict=True)
         gradient, count = self.objective.gradient_of(joined(then), event.samples), len(event.samples)
+        gradient = self._as_sent(event.workers[0], gradient)
         rate = self.algorithm.descent.rate(seen=self.learned, count=count)
         parts = set(range(len(self.parts)))
         self.pushed[event.numbers[0]] = PushedGradient(gradient, count, rate, list(then), list(versions), parts)
         self.learned += count
+
+    def _as_sent(self, worker: int, gradient: Tensor) -> Tensor:
+        options = self.algorithm.compression
+        if options is None:
+            return gradient
+        feedback = self.feedback.setdefault(worker, [ErrorFeedback(options) for _ in self.slices])
+        return joined(one.pack(gradient[part])[1] for one, part in zip(feedback, self.slices, strict=True))
 
     def _push(self, event: Event) -> None:
         number, part = event.numbers[0], event.part
@@ -94,6 +107,8 @@ class ServerWeights:
 
     def _die(self, event: Event) -> None:
         self.read[event.workers[0]] = {}
+        self.feedback.pop(event.workers[0], None)
 
     def _join(self, event: Event) -> None:
-        """A worker that comes back reads from the servers, which the next events say."""
+        """A worker that comes back, or begins anew, reads from the servers, which the next events say."""
+        self.feedback.pop(event.workers[0], None)

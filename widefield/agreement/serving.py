@@ -8,13 +8,15 @@ waiting are those of the simulator (server.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from widefield.agreement.server import ParameterServer, StalenessClocks, StalenessLimit
 
 Share = tuple[int, int]
+Reading = tuple[int, int]
+"""A worker, and which of its readings of weights it is."""
 Gradient = TypeVar("Gradient")
 
 
@@ -29,8 +31,8 @@ class Shares:
     step: int = 0
     limit: int = 0
     left: deque[Share] = field(default_factory=deque)
-    taken: dict[int, Share] = field(default_factory=dict)
-    """By worker."""
+    taken: dict[Hashable, Share] = field(default_factory=dict)
+    """By who has it: a worker, or one of its readings."""
     learned: dict[int, set[int]] = field(default_factory=dict)
     """By step, the places whose gradients are applied."""
 
@@ -41,16 +43,16 @@ class Shares:
             self.step += 1
         return self.left[0] if self.left else None
 
-    def take(self, worker: int) -> Share:
-        assert worker not in self.taken, f"worker {worker} takes a share while it has {self.taken[worker]}"
+    def take(self, who: Hashable) -> Share:
+        assert who not in self.taken, f"{who} takes a share while it has {self.taken[who]}"
         share = self.first()
         assert share is not None, "nobody takes a share where none is left"
-        self.taken[worker] = self.left.popleft()
+        self.taken[who] = self.left.popleft()
         return share
 
-    def lose(self, worker: int) -> Share | None:
-        """The worker died: its share is the next that is handed out."""
-        share = self.taken.pop(worker, None)
+    def lose(self, who: Hashable) -> Share | None:
+        """Who had it died, or is late: its share is the next that is handed out."""
+        share = self.taken.pop(who, None)
         if share is not None:
             self.left.appendleft(share)
         return share
@@ -77,54 +79,107 @@ class Shares:
 
 @dataclass(frozen=True)
 class Pushed(Generic[Gradient]):
-    """A gradient that came from a worker."""
+    """A gradient that came from a worker.  reading: of the weights that it is of."""
 
     worker: int
     share: Share
     gradient: Gradient
+    reading: Reading
 
 
 class Serving(Generic[Gradient]):
     """The state of a server, without its weights.  Workers are known from the start; call `joins` when one asks at first.
 
     After each call, apply what `due` yields, and then answer all of `ready`.
+
+    With backup workers, an update is made with the first gradients of the newest weights, as many as there are workers that
+    are no backup; then the shares of all others are handed out again, and their gradients are *late* when they come.
+    ahead: how many shares a worker may have besides the one that it pushes next.  Above 0 workers ask for each share (`joins`);
+        else a push asks too.
     """
 
-    def __init__(self, algorithm: ParameterServer, shares: Shares, workers: Sequence[int]) -> None:
-        self.shares, self.is_synchronous = shares, algorithm.kind == "synchronous"
+    def __init__(self, algorithm: ParameterServer, shares: Shares, workers: Sequence[int], *, ahead: int = 0) -> None:
+        self.compression = algorithm.compression
+        self.shares, self.is_synchronous, self.ahead = shares, algorithm.kind == "synchronous", ahead
+        self.needed = algorithm.needed(len(workers)) if algorithm.backup else None
+        """Gradients of an update, with backup workers."""
         self.living, self.yet_to_come = set(workers), set(workers)
         self.clocks, self.limit = StalenessClocks(algorithm.bound), StalenessLimit(algorithm.max_staleness)
         self.waiting: list[int] = []
         """Workers that ask for weights and a share, the first that came first."""
         self.held: list[Pushed[Gradient]] = []
+        self.late: dict[int, Share] = {}
+        """By worker, the share that it still computes and that was taken from it."""
         self._begin_together = algorithm.bound is not None
         self._step = shares.step
+        self._readings = dict.fromkeys(workers, 0)
         for worker in workers:
             self.clocks.enter(worker)
 
     def joins(self, worker: int) -> None:
+        """A worker asks for weights and a share."""
         self.yet_to_come.discard(worker)
         self.waiting.append(worker)
 
-    def pushes(self, worker: int, gradient: Gradient) -> None:
-        """The gradient of the share that the worker has."""
-        self.held.append(Pushed(worker, self.shares.taken.pop(worker), gradient))
+    def has(self, worker: int) -> list[Share]:
+        """The shares that a worker has and has not pushed, the first that it was given first; not the late one."""
+        return [share for who, share in self.shares.taken.items() if self._is_of(who, worker)]
+
+    def is_awaited(self, worker: int) -> bool:
+        """Whether the next message is to come from the worker, and not to go to it."""
+        return worker in self.yet_to_come or worker in self.late or bool(self.has(worker))
+
+    def drops_late(self, worker: int) -> None:
+        """The worker's late gradient came, which nothing is done with."""
+        del self.late[worker]
+        self.waiting.append(worker)
+
+    def pushes(self, worker: int, share: Share, gradient: Gradient) -> None:
+        """The gradient of a share came that the worker has."""
+        reading = next((who for who, one in self.shares.taken.items() if one == share and self._is_of(who, worker)), None)
+        assert isinstance(reading, tuple), f"worker {worker} pushes {share} and has {self.has(worker)}"
+        del self.shares.taken[reading]
+        self.held.append(Pushed(worker, share, gradient, reading))
         if self.is_synchronous:
             self.waiting.append(worker)
 
-    def goes(self, worker: int) -> Share | None:
-        """A worker died; the share that is handed out again, if it had one.  What it had pushed is applied all the same."""
+    def goes(self, worker: int) -> list[Share]:
+        """A worker died; the shares that are handed out again.  What it had pushed is applied all the same."""
         self.living.discard(worker)
         self.yet_to_come.discard(worker)
         self.waiting = [one for one in self.waiting if one != worker]
         self.clocks.leave(worker)
-        if not any(one.worker == worker for one in self.held):
-            self.limit.forget((worker, 0))
-        return self.shares.lose(worker)
+        self.late.pop(worker, None)
+        return self._hand_out_again([who for who in self.shares.taken if self._is_of(who, worker)])
+
+    def _hand_out_again(self, readings: Sequence[Hashable]) -> list[Share]:
+        """In the order in which they were given."""
+        lost = []
+        for reading in reversed(readings):
+            self.limit.forget(reading)  # type: ignore[arg-type]
+            lost.append(self.shares.lose(reading))
+        return [share for share in reversed(lost) if share is not None]
+
+    @staticmethod
+    def _is_of(who: Hashable, worker: int) -> bool:
+        return isinstance(who, tuple) and who[0] == worker
 
     def due(self) -> Iterator[list[Pushed[Gradient]]]:
         """The gradients of each update that may be made now, one update after another."""
-        yield from self._steps() if self.is_synchronous else self._updates()
+        if self.needed is not None:
+            yield from self._first(self.needed)
+        else:
+            yield from self._steps() if self.is_synchronous else self._updates()
+
+    def _first(self, needed: int) -> Iterator[list[Pushed[Gradient]]]:
+        """An update once enough gradients of these weights are here, or no more can come; then all others are late."""
+        while self.held and (len(self.held) >= needed or not (self.shares.taken or self.shares.first())):
+            found, self.held = sorted(self.held, key=lambda one: one.share), []
+            for one in found:
+                self.shares.learn(one.share)
+            self.late |= {who[0]: share for who, share in self.shares.taken.items() if isinstance(who, tuple)}
+            self._hand_out_again(list(self.shares.taken))
+            yield found
 
     def _steps(self) -> Iterator[list[Pushed[Gradient]]]:
         """A step once the gradients of all its places are here, in the order of these."""
@@ -135,12 +190,12 @@ class Serving(Generic[Gradient]):
             yield found
 
     def _updates(self) -> Iterator[list[Pushed[Gradient]]]:
-        while (one := next((one for one in self.held if self.limit.may_push((one.worker, 0))), None)) is not None:
+        while (one := next((one for one in self.held if self.limit.may_push(one.reading)), None)) is not None:
             self.held.remove(one)
-            self.limit.push((one.worker, 0))
+            self.limit.push(one.reading)
             self.clocks.advance(one.worker)
             self.shares.learn(one.share)
-            if one.worker in self.living:
+            if one.worker in self.living and not self.ahead:
                 self.waiting.append(one.worker)
             yield [one]
 
@@ -150,9 +205,19 @@ class Serving(Generic[Gradient]):
             return
         for worker in list(self.waiting):
             share = self.shares.first()
-            if share is None or (self.is_synchronous and share[0] > self._step):
+            if share is None:
                 return
-            if self.clocks.may_read(worker) and self.limit.may_read():
+            if self._may_read(worker, share):
                 self.waiting.remove(worker)
-                self.limit.read((worker, 0))
-                yield worker, self.shares.take(worker)
+                reading, self._readings[worker] = (worker, self._readings[worker]), self._readings[worker] + 1
+                self.limit.read(reading)
+                yield worker, self.shares.take(reading)
+
+    def _may_read(self, worker: int, share: Share) -> bool:
+        if self.needed is not None:  # one gradient each of the newest weights, and more only where too few workers are left
+            pushed = any(one.worker == worker for one in self.held)
+            return not pushed or len(self.held) + len(self.shares.taken) < self.needed
+        if self.is_synchronous:
+            return share[0] <= self._step
+        on_way = len(self.has(worker)) + sum(one.worker == worker for one in self.held)
+        return on_way <= self.ahead and self.clocks.may_read(worker, on_way=on_way) and self.limit.may_read()

@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from widefield.agreement.all_reduce import AllReduce
+from widefield.agreement.compression import packed_bytes
 from widefield.agreement.events import EventLog
 from widefield.agreement.gossip import Gossip, PairwiseGossip
 from widefield.agreement.measures import Measured, SimulatedRun
@@ -61,35 +62,37 @@ def simulate_times(
     *,
     num_samples: int,
     numel: int,
-    itemsize: float = 8,
+    itemsize: int = 8,
+    scale: float = 1.0,
     epochs: int = 1,
     batch: int = 16,
     seed: int = 0,
 ) -> EventLog:
     """The log alone, without any numbers: of a model of any size, within moments.  As `simulate`.
 
-    numel, itemsize: how many weights there are, and bytes of each as they are sent; more than a number takes, where a small
-        problem stands for a large model.
+    numel, itemsize: how many weights there are, and bytes of each as they are sent.
+    scale: of all messages, where a small problem stands for a large model.
     """
     account = SampleAccount(num_samples, epochs, batch, seed, may_lose=bool(workers.deaths))
-    seconds, events = _times(algorithm, Durations(workers, seed), account, numel, itemsize).run()
+    seconds, events = _times(algorithm, Durations(workers, seed), account, numel, itemsize, scale).run()
     return EventLog(in_words(algorithm), workers.count, num_samples, epochs, numel, seconds, tuple(events))
 
 
-def _times(algorithm: Algorithm, durations: Durations, account: SampleAccount, numel: int, itemsize: float) -> Any:
+def _times(algorithm: Algorithm, durations: Durations, account: SampleAccount, numel: int, itemsize: int, scale: float) -> Any:
     """The times of an algorithm."""
     common: dict[str, Any] = {
         "durations": durations,
         "account": account,
-        "size": round(numel * itemsize),
+        "size": round(numel * itemsize * scale),
         "algorithm": algorithm,
     }
     times: type[RunTimes]
     match algorithm:
         case ParameterServer():
-            parts = even_parts(numel, algorithm.servers)
-            in_memory = algorithm.kind == "hogwild"
-            common["sizes"] = tuple(0 if in_memory else round((part.stop - part.start) * itemsize) for part in parts)
+            counts = [part.stop - part.start for part in even_parts(numel, algorithm.servers)]
+            sent = 0.0 if algorithm.kind == "hogwild" else scale
+            common["sizes"] = tuple(round(count * itemsize * sent) for count in counts)
+            common["push_sizes"] = tuple(round(pushed_bytes(algorithm, count, itemsize) * sent) for count in counts)
             algorithm.needed(durations.workers.count)
             times = SynchronousTimes if algorithm.kind == "synchronous" else AsynchronousTimes
         case PairwiseGossip():
@@ -106,6 +109,12 @@ def _times(algorithm: Algorithm, durations: Durations, account: SampleAccount, n
                 "ParameterServer"
             )
     return times(**common)
+
+
+def pushed_bytes(algorithm: ParameterServer, numel: int, itemsize: int) -> int:
+    """Of a gradient of so many numbers."""
+    options = algorithm.compression
+    return numel * itemsize if options is None else packed_bytes(numel, itemsize, options)
 
 
 def replay(

@@ -98,12 +98,19 @@ def server_in_words(plan: Plan) -> str:
             f"own; rank {plan.workers} keeps the account of samples, evaluates and saves their mean; these are not one "
             "device's numbers"
         )
-    options = [f"{name} {getattr(asked, name)}" for name in ("bound", "max_staleness", "compensation")
+    options = [f"{name} {getattr(asked, name)}" for name in ("bound", "max_staleness", "compensation", "compression")
                if getattr(asked, name) is not None]  # fmt: skip
-    exact = "data-parallel training" if asked.kind == "synchronous" else "not one device's numbers"
+    options += [f"{asked.backup} backup workers"] * bool(asked.backup)
+    options += ["overlap"] * asked.overlap
+    exact = asked.kind == "synchronous" and not asked.backup and asked.compression is None
+    numbers = "data-parallel training" if exact else "not one device's numbers"
+    last = plan.workers + asked.servers - 1
+    holds = f"rank {last} holds the weights, evaluates and saves"
+    if asked.servers > 1:
+        holds = f"ranks {plan.workers} to {last} hold a part of the weights each, rank {plan.workers} evaluates and saves"
     return (
-        f"agreement=server, {', '.join([asked.kind, *options])}: rank {plan.workers} holds the weights, evaluates and saves, "
-        f"and {plan.workers} workers push gradients to it; these are {exact}"
+        f"agreement=server, {', '.join([asked.kind, *options])}: {holds}, and {plan.workers} workers push gradients; these are "
+        f"{numbers}"
     )
 
 

@@ -58,11 +58,14 @@ class EventFile:
 
 def _events_until(path: Path, samples: int) -> list[Event]:
     """The events until so many samples were learned from; a torn last line is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[1:]
+    events = [Event.from_json(line) for line in lines if line.endswith("\n")]
+    late = {event.numbers[0] for event in events if event.kind == "drop"}
     found, learned = list[Event](), 0
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True)[1:]:
-        event = Event.from_json(line) if line.endswith("\n") else None
-        learned += 0 if event is None else {"gradient": 1, "die": -1}.get(event.kind, 0) * len(event.samples)
-        if event is None or learned > samples:
+    for event in events:
+        is_late = event.kind == "gradient" and event.numbers[0] in late
+        learned += 0 if is_late else {"gradient": 1, "die": -1}.get(event.kind, 0) * len(event.samples)
+        if learned > samples:
             break
         found.append(event)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,30 @@ class FlatModel:
         self.others = [one for one in named if not one.requires_grad]
         self.buffers = [one for one in model.buffers() if one.is_floating_point()]
         self.counters = [one for name, one in model.named_buffers() if name.endswith("num_batches_tracked")]
+        self._count()
+
+    def with_pieces(self, pieces: Sequence[nn.Parameter], *, only: bool = False) -> FlatModel:
+        """The same with `pieces` as what is trained; only: and nothing else."""
+        found = copy.copy(self)
+        found.trained = list(pieces)
+        if only:
+            found.others, found.buffers, found.counters = [], [], []
+        found._count()
+        return found
+
+    def _count(self) -> None:
         self.numel = sum(one.numel() for one in self.trained)
         """Of what is trained."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of flat gradients."""
+        return self.trained[0].dtype if self.trained else torch.get_default_dtype()
+
+    def lasting(self, absent: Sequence[int], sent: Tensor) -> tuple[int, ...]:
+        """Those of `absent` for which nothing is sent but zeros.  sent: (numel,)."""
+        parts = sent.split([one.numel() for one in self.trained])
+        return tuple(place for place in absent if not parts[place].any())
 
     @property
     def of_push(self) -> int:
@@ -37,6 +60,10 @@ class FlatModel:
     @torch.no_grad()
     def load(self, state: Tensor) -> None:
         _fill([*self.trained, *self.others, *self.buffers], state)
+
+    @torch.no_grad()
+    def load_trained(self, weights: Tensor) -> None:
+        _fill(self.trained, weights)
 
     @torch.no_grad()
     def weights(self) -> Tensor:

@@ -23,10 +23,11 @@ from widefield.agreement import PairwiseGossip
 from widefield.agreement.gossip import pairwise_mean
 from widefield.agreement.serving import Share
 from widefield.asynchrony import pair_messages as messages
+from widefield.asynchrony.asking import Ask, asked_of, failure_is_told, outcome_of
+from widefield.asynchrony.held_weights import HeldWeights, clip_scale
 from widefield.asynchrony.messages import END, HELLO, check_finite, pushed
 from widefield.asynchrony.pair_messages import Done
-from widefield.asynchrony.weights import step_after
-from widefield.asynchrony.worker import Ask, Worker, asked_of, failure_is_told, outcome_of
+from widefield.asynchrony.worker import Worker
 from widefield.comm.failure import in_words
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.requests import Message, Requests, asked, no_more
@@ -107,7 +108,7 @@ class PairWorker(Worker):
     def __init__(self, config: RunConfig, alone: Mesh, group: Any, *, number: int, workers: int) -> None:
         super().__init__(config, alone, number=number, workers=workers)
         partners = PairwiseGossip().partners(workers) if workers > 1 else {0: ()}
-        self.number, self.group = number, group
+        self.number, self.group, self._held = number, group, HeldWeights(self.flat, self.learner.optimizer, None)
         self.asks_whom = list(partners.get(number, ()))
         self._draw = random.Random(f"{seed_of(config.seed, 'partner', number)}")
         self.shared = SharedWeights(number, workers, torch.empty(0))
@@ -137,10 +138,15 @@ class PairWorker(Worker):
             self.flat.load(self.shared.state)
             if found.count:
                 self.flat.set_gradient(found.gradient, tuple(found.absent))
-                step_after(self.learner, self.learner.steps.seen(share[0]))
+                self._step(share[0])
                 self.flat.move_statistics(found.statistics)
             self.shared.stepped(self.flat.state(), gradient)
         return None
+
+    def _step(self, step: int) -> None:
+        learner = self.learner
+        clip, rate = learner.config.optimizer.clip_norm, learner.lr * learner.schedule.factor(learner.steps.seen(step))
+        self._held.step(rate, 1.0 if clip is None else clip_scale(clip, [self._held.norm()]))
 
     def _average(self) -> None:
         """Take the mean with a living passive worker, if there is one."""
@@ -185,7 +191,7 @@ def work(config: RunConfig, alone: Mesh, group: Any, folder: Path, *, number: in
     PeerFailedError: that rank is gone, or failed.  Other errors of this rank end the run, and that rank says why.
     """
     ask = partial(asked_of, partial(asked, peer=workers, group=group), KEEPER)
-    with ExitStack() as at_end, failure_is_told(ask):
+    with ExitStack() as at_end, failure_is_told(ask, KEEPER):
         worker = PairWorker(config, alone, group, number=number, workers=workers)
         at_end.callback(worker.end)  # a failure is told before others are waited for
         answer = ask(Message(HELLO))

@@ -1,4 +1,7 @@
-"""The ranks of a run with a parameter server: the last one serves, and its run is one of a single rank; the others work."""
+"""The ranks of a run with a parameter server: the last ones serve, and the others work.
+
+The first server is a run of a single rank in all that concerns files.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from widefield.asynchrony import pair_worker
+from widefield.asynchrony import pair_worker, part_server
 from widefield.asynchrony.checks import server_in_words
-from widefield.asynchrony.messages import server_failed
+from widefield.asynchrony.messages import PUSHES, server_failed
 from widefield.asynchrony.pair_keeper import PairTrainer
 from widefield.asynchrony.server import ServerTrainer
+from widefield.asynchrony.server_links import Channel
 from widefield.asynchrony.worker import work
 from widefield.comm.failure import FailureWatch
-from widefield.comm.mesh import World, join, leave
+from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.comm.replica_mesh import alone_on
-from widefield.comm.requests import Requests, asked
+from widefield.comm.requests import Requests, close_all
 from widefield.config import RunConfig
 from widefield.plans import Plan
 from widefield.training.given import NOTHING
@@ -34,21 +39,36 @@ def train(
     """The part of this rank in a run.  run: trains on the mesh of one rank, with the trainer that it is given."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})  # nothing is read ahead
     with ExitStack() as stack:
-        mesh, serves = join(world, plan, timeout_seconds=timeout_seconds), world.rank == plan.workers
+        mesh, leads = join(world, plan, timeout_seconds=timeout_seconds), world.rank == plan.workers
         group = mesh.checkpoint_group
         assert group is not None, "a server and a worker are two ranks"
-        interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=serves))
+        interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=leads))
         stack.callback(leave, mesh)
-        alone = alone_on(mesh)
-        if not serves:
-            if plan.agreement.name == "ad_psgd":
-                return pair_worker.work(config, alone, group, folder, number=world.rank, workers=plan.workers)
-            ask = partial(asked, peer=plan.workers, group=group)
-            return work(config, alone, ask, folder, number=world.rank, workers=plan.workers)
-        requests = Requests(range(plan.workers), group)
-        stack.callback(requests.close, server_failed(), seconds=FAILED_SECONDS)
-        kind = PairTrainer if plan.agreement.name == "ad_psgd" else ServerTrainer
-        trainer = partial(kind, requests=requests, workers=plan.workers)
+        alone, servers = alone_on(mesh), plan.agreement.servers
+        if not leads:
+            part = partial(_part_of, config, alone, group, folder, workers=plan.workers, servers=servers)
+            return part(rank=world.rank, in_pairs=plan.agreement.name == "ad_psgd")
+        further = range(plan.workers + 1, plan.workers + servers)
+        requests = Requests([*range(plan.workers), *further], group)
+        pushes = Requests(range(plan.workers), group, tag=PUSHES, into=requests) if plan.agreement.overlap else None
+        stack.callback(close_all, (requests, pushes), server_failed(), seconds=FAILED_SECONDS)
+        if plan.agreement.name == "ad_psgd":
+            trainer = partial(PairTrainer, requests=requests, workers=plan.workers)
+        else:
+            trainer = partial(ServerTrainer, requests=requests, pushes=pushes, workers=plan.workers, further=further)
         with FailureWatch(alone) as watch:
             watched = replace(alone, watch=watch)
             return run(config, folder, watched, interrupt, stack, NOTHING, [server_in_words(plan)], trainer)
+
+
+def _part_of(
+    config: RunConfig, alone: Mesh, group: Any, folder: Path, *, rank: int, workers: int, servers: int, in_pairs: bool
+) -> Outcome:
+    """That of a worker, or of a server but the first."""
+    if in_pairs:
+        return pair_worker.work(config, alone, group, folder, number=rank, workers=workers)
+    if rank > workers:
+        return part_server.serve(config, alone, group, folder, rank=rank, workers=workers, servers=servers)
+    ranks = range(workers, workers + servers)
+    pushes = [Channel(one, group, PUSHES) for one in ranks] if config.agreement.overlap else []
+    return work(config, alone, [Channel(one, group) for one in ranks], folder, number=rank, workers=workers, pushes=pushes)

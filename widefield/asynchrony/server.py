@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from widefield.agreement.events import EventLog
 from widefield.agreement.serving import Serving, Shares
 from widefield.agreement.simulator import in_words
+from widefield.asynchrony.attendance import Attendance
 from widefield.asynchrony.checks import check_parts
 from widefield.asynchrony.event_file import NAME, EventFile
-from widefield.asynchrony.messages import FAILED, HELLO, end, give, pushed, text_of
+from widefield.asynchrony.further_servers import FurtherServers
+from widefield.asynchrony.messages import ASK, FAILED, HELLO, end, give, pushed, struck, text_of
+from widefield.asynchrony.part_messages import HAVE
 from widefield.asynchrony.samples import Samples
-from widefield.asynchrony.silence import Silence
 from widefield.asynchrony.weights import Arrived, ServedWeights, algorithm_of
 from widefield.comm.mesh import AgreedError
-from widefield.comm.requests import LostPeer, Message, Requests
+from widefield.comm.requests import LostPeer, Message, Requests, close_all
 from widefield.training.assemble import Parts
 from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner
@@ -30,76 +32,135 @@ END_SECONDS = 10.0
 
 @dataclass
 class StepsUpdates:
-    """Of one step: what its gradients add up to, and the staleness of each update."""
+    """Of one step: what its gradients add up to, and the staleness of each update.  dropped: samples of late gradients."""
 
     loss_sum: float = 0.0
     count: float = 0.0
+    dropped: int = 0
     workers: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
 
 
 class Server:
-    """Hands out shares, and updates the weights with what comes back.  warn: of workers that died."""
+    """Hands out shares, and updates the weights with what comes back.  further: the servers that have the other parts.
+
+    pushes: requests of workers that ask for the next share while they learn from one.  warn: of workers that died or hang.
+    """
 
     def __init__(
-        self, learner: Learner, parts: Parts, requests: Requests, folder: Path, *, workers: int, warn: Callable[[str], object]
-    ) -> None:
-        config, steps = parts.config, learner.steps
+        self, learner: Learner, parts: Parts, requests: Requests, folder: Path, *, workers: int, further: Sequence[int],
+        pushes: Requests | None, warn: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        config, steps, asked = parts.config, learner.steps, parts.config.agreement
         check_parts(learner.model, parts.task, "agreement=server")
-        self.requests, self.samples, self._warn = requests, Samples(parts, workers=workers), warn
-        self._hang_seconds = config.log.hang_seconds
-        self.weights = ServedWeights(learner, config.agreement)
+        self.requests, self.pushes, self._warn, self.workers = requests, pushes, warn, workers
+        self.samples = Samples(parts, workers=workers - asked.backup)
+        others = FurtherServers(requests, further, clips=config.optimizer.clip_norm is not None) if further else None
+        self.weights = ServedWeights(learner, asked, others)
+        self._next = requests.next if others is None else others.next
         algorithm = algorithm_of(config, lr=learner.lr)
         shares = Shares(self.samples.places, step=learner.step, limit=learner.step)
-        self.shares, self.serving = shares, Serving[Arrived](algorithm, shares, range(workers))
+        self.shares = shares
+        self.serving = Serving[Arrived](algorithm, shares, range(workers), ahead=int(asked.overlap))
+        self.attendance = Attendance(range(workers), seconds=config.log.hang_seconds)
         self.steps: dict[int, StepsUpdates] = {}
+        self.dropped = 0
+        """Samples of late gradients since the last step was learned."""
         epochs = -(-config.schedule.length.in_steps(steps.per_epoch) // steps.per_epoch)
-        log = EventLog(in_words(algorithm), workers, steps.samples, epochs, self.weights.flat.numel, 0.0, ())
+        log = EventLog(in_words(algorithm), workers, steps.samples, epochs, self.weights.whole.numel, 0.0, ())
         self.events = EventFile(folder / NAME, log, samples=steps.seen(learner.step))
 
     def learn(self, step: int) -> StepsUpdates:
         """Return when the weights have learned from all samples of a step.  AgreedError: they cannot."""
         self._answer()
-        silence = Silence(self._hang_seconds)
         while not self.serving.shares.is_learned(step):
-            came = self.requests.next(LOOK_SECONDS)
-            silence.look(came, due=self.serving.living - set(self.serving.waiting))
+            came = self._next(LOOK_SECONDS)
             if came is not None:
                 self._hear(*came)
+            if self._strike_hanging() or came is not None:
                 self._update()
                 self._answer()
             if not self.serving.living:
                 raise AgreedError(
-                    f"all {self.samples.workers} workers are gone and step {step + 1} is not learned; what ended them stands "
+                    f"all {self.workers} workers are gone and step {step + 1} is not learned; what ended them stands "
                     "above or in the system's log. The same command goes on from the newest checkpoint"
                 )
         del self.serving.shares.learned[step]
         self.events.flush()
-        return self.steps.pop(step)
+        found = self.steps.pop(step)
+        found.dropped, self.dropped = self.dropped, 0
+        return found
 
     def _hear(self, worker: int, came: Message | LostPeer) -> None:
         if isinstance(came, LostPeer):
-            lost = self.serving.goes(worker)
-            self.events.write("die", worker)
-            again = "" if lost is None else f"; its share {lost[1]} of step {lost[0] + 1} is handed out again"
-            self._warn(f"worker {worker} is gone ({came.why}); {len(self.serving.living)} go on{again}")
+            if worker in self.serving.living:
+                self._goes(worker, f"is gone ({came.why})")
+        elif worker not in self.serving.living:
+            self._channel(came).answer(worker, struck(self.attendance.reason(worker)))
         elif came.kind == FAILED:
             raise AgreedError(f"worker {worker}: {text_of(came)}")
-        elif came.kind == HELLO:
-            self.serving.joins(worker)
         else:
-            self._take(worker, came)
+            self.attendance.hears(worker)
+            if came.kind in (HELLO, ASK):
+                self._asks(worker, is_first=came.kind == HELLO)
+            else:
+                self._take(worker, came)
+
+    def _channel(self, message: Message) -> Requests:
+        """By which a request came."""
+        return self.requests if self.pushes is None or message.kind in (HELLO, ASK) else self.pushes
+
+    def _asks(self, worker: int, *, is_first: bool) -> None:
+        self.serving.joins(worker)
+        if is_first and self.events.before and self.serving.compression is not None:
+            self.events.write("join", worker)  # nothing is left of its gradients of before
+
+    def _goes(self, worker: int, how: str) -> None:
+        """A worker died, or does not answer."""
+        counted = [one.share for one in self.serving.held if one.worker == worker]
+        lost = self.serving.goes(worker)
+        self.events.write("die", worker)
+        self.weights.strike(worker, lost, counted)
+        names = ", ".join(f"{place} of step {step + 1}" for step, place in lost)
+        again = f"; its share {names} is handed out again" if lost else ""
+        self._warn(f"worker {worker} {how}; {len(self.serving.living)} go on{again}")
+
+    def _strike_hanging(self) -> bool:
+        """Strike out workers that have had a share for too long; whether there was one."""
+        busy = {worker for worker in self.serving.living if self.serving.is_awaited(worker)}
+        found = self.attendance.hanging(busy)
+        for worker, text in found.items():
+            asks = worker in self.serving.waiting
+            self._goes(worker, text)
+            if asks:
+                self.requests.answer(worker, struck(self.attendance.reason(worker)))
+            for requests in (self.requests, self.pushes):
+                if requests is not None:
+                    requests.leave_out(worker)
+        return bool(found)
 
     def _take(self, worker: int, message: Message) -> None:
         """A gradient came."""
-        gradient = pushed(message, numel=self.weights.flat.numel)
-        assert gradient.share == self.serving.shares.taken.get(worker), f"worker {worker} pushes {gradient.share}, not its own"
-        numbers, number = self.samples.numbers(gradient.share), self.events.gradients
+        flat, serving, number = self.weights.flat, self.serving, self.events.gradients
+        gradient = pushed(message, numel=flat.numel, dtype=flat.dtype, compression=serving.compression)
+        self.attendance.pushes(worker, gradient.share)
         self.events.gradients += 1
-        about = {"numbers": (number,), "seconds": gradient.seconds, "bytes": gradient.nbytes}
-        arrived = self.weights.arrive(worker, gradient, number=number, samples=len(numbers))
-        self.events.write("gradient", worker, samples=numbers, **about)
-        self.serving.pushes(worker, arrived)
+        samples = self.samples.numbers(gradient.share)
+        later = len(serving.has(worker)) - 1  # readings after this one
+        nbytes = gradient.nbytes + self.weights.further_nbytes
+        about = {"numbers": (number,), "seconds": gradient.seconds, "bytes": nbytes, "samples": samples}
+        if serving.late.get(worker) == gradient.share:
+            self.events.write("gradient", worker, **about)
+            self.events.write("drop", worker, samples=samples, numbers=(number,))
+            self.weights.drop(worker, gradient.share)
+            serving.drops_late(worker)
+            self.dropped += len(samples)
+        else:
+            arrived = self.weights.arrive(worker, gradient, number=number, samples=len(samples))
+            self.events.write("gradient", worker, part=later, **about)
+            serving.pushes(worker, gradient.share, arrived)
+        if self.pushes is not None:
+            self.pushes.answer(worker, Message(HAVE))
 
     def _update(self) -> None:
         for found in self.serving.due():
@@ -117,8 +178,9 @@ class Server:
 
     def _answer(self) -> None:
         for worker, share in self.serving.ready():
-            message = give(share, self.weights.read(worker))
-            self.events.write("read", worker, bytes=message.nbytes)
+            message = give(share, self.weights.read(worker, share))
+            self.attendance.gives(worker, share)
+            self.events.write("read", worker, bytes=message.nbytes + self.weights.further_nbytes)
             self.requests.answer(worker, message)
 
     def close(self) -> None:
@@ -127,10 +189,15 @@ class Server:
 
 @dataclass
 class ServerTrainer(Trainer):
-    """requests: of the workers.  workers: how many there were when the run began."""
+    """requests: of workers and of further servers, which are on the ranks `further`.  pushes: as of a Server.
+
+    workers: how many there were when the run began.
+    """
 
     requests: Requests | None = None
+    pushes: Requests | None = None
     workers: int = 0
+    further: Sequence[int] = ()
     server: Server | None = None
 
     def step(self, passes: Passes, *, stop: bool) -> bool:
@@ -153,27 +220,44 @@ class ServerTrainer(Trainer):
             self._stand()
         self._record_step(found.loss_sum / found.count, lr, samples, passes)
         if self.record is not None and found.staleness:
-            self.record.note("updates", step=learner.step, workers=found.workers, staleness=found.staleness)
+            facts = {"dropped": found.dropped} if self.config.agreement.backup else {}
+            self.record.note("updates", step=learner.step, workers=found.workers, staleness=found.staleness, **facts)
         return stop and learner.step == shares.limit
 
     def _server(self) -> Server:
         if self.server is None:
             assert self.requests is not None and self.record is not None, "the server's rank writes the run's files"
             self.server = Server(
-                self.learner, self.parts, self.requests, self.folder, workers=self.workers, warn=self.record.warning
-            )
+                self.learner, self.parts, self.requests, self.folder, workers=self.workers, further=self.further,
+                pushes=self.pushes, warn=self.record.warning,
+            )  # fmt: skip
         return self.server
 
     def _stand(self) -> None:
         """Nothing is in the air, and an evaluation, a save or the end comes."""
+        self._server().weights.gather()
+
+    def _save(self, *, wait: bool) -> None:
+        if isinstance(self.server, Server):  # else nothing was learned since the checkpoint
+            self.server.weights.gather_optimizer()
+            super()._save(wait=wait)
+            self.server.weights.free_optimizer()
+        else:
+            super()._save(wait=wait)
 
     def fit(self, passes: Passes, interrupt: Interrupt) -> Outcome:
         """As of any run; workers hear in the end how it ended, of a failure once this rank has written its report of it."""
         assert self.requests is not None
         try:
             outcome = super().fit(passes, interrupt)
-            self.requests.close(end(has_failed=False, status=outcome.status, step=self.learner.step), seconds=END_SECONDS)
+            last = end(has_failed=False, status=outcome.status, step=self.learner.step)
+            close_all((self.requests, self.pushes), last, seconds=self._end_seconds())
             return outcome
         finally:
             if self.server is not None:
                 self.server.close()
+
+    def _end_seconds(self) -> float:
+        """How long workers may take to ask once more: those that still compute what will be dropped, as long as they need."""
+        late = isinstance(self.server, Server) and bool(self.server.serving.late)
+        return max(END_SECONDS, self.config.log.hang_seconds or 600.0) if late else END_SECONDS

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from widefield.agreement.compression import ErrorFeedback, pack
 from widefield.agreement.serving import Share
+from widefield.asynchrony.asking import failure_is_told, outcome_of
 from widefield.asynchrony.checks import check_parts
 from widefield.asynchrony.flat_model import FlatModel
-from widefield.asynchrony.messages import END, HELLO, failed, push
+from widefield.asynchrony.messages import GIVE, STRUCK, WorkersGradient, check_finite, push, text_of, with_bytes
 from widefield.asynchrony.samples import Samples
-from widefield.comm.failure import PeerFailedError, in_words
+from widefield.asynchrony.server_links import Channel, ServerLinks
+from widefield.asynchrony.weight_parts import check_optimizer
+from widefield.asynchrony.weights import compression_of
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.requests import Message
 from widefield.config import RunConfig
@@ -24,23 +29,24 @@ from widefield.training.assemble import assemble, learner_of
 from widefield.training.state import seed_everything
 from widefield.training.trainer import Outcome
 
-Ask = Callable[[Message], Message]
-"""Sends a request and returns its answer."""
-
 
 class Worker:
     """The parts of a run on one rank, of which only the model's passes are used.  number: of `workers`."""
 
     def __init__(self, config: RunConfig, alone: Mesh, *, number: int, workers: int) -> None:
+        self.number = number
         self.parts = assemble(config, alone)
         check_parts(self.parts.model, self.parts.task, f"agreement={config.agreement.name}")
         self.learner, _ = learner_of(self.parts)
-        self.flat, self.samples = FlatModel(self.learner.model), Samples(self.parts, workers=workers)
+        self.flat, self.samples = FlatModel(self.learner.model), Samples(self.parts, workers=workers - config.agreement.backup)
         self._reader = self.parts.reader(train=True)
+        compression = compression_of(config.agreement)
+        self._feedback = None if compression is None else ErrorFeedback(compression)
+        self.before_backward: Callable[[], None] = lambda: None
         seed_everything(seed_of(config.seed, "worker", number))
 
-    def gradient(self, share: Share, state: torch.Tensor) -> Message:
-        """What to push.  AgreedError: a sample cannot be read."""
+    def gradient(self, share: Share, state: Tensor) -> Message:
+        """What to push.  AgreedError: a sample cannot be read, or what would be compressed is no finite number."""
         began, learner = time.perf_counter(), self.learner
         self.flat.load(state)
         batch = self._reader.__getitems__(self.samples.keys(share))
@@ -52,58 +58,56 @@ class Worker:
         with learner.arithmetic.autocast():
             output = learner.model(image)
         loss = learner.loss_of(output, target, seeds=batch.seeds)
+        self.before_backward()
         (loss / max(1.0, count)).backward()
         gradient, absent = self.flat.gradient()
         change = self.flat.statistics() - state[state.numel() - (self.flat.of_push - self.flat.numel) :]
-        values, seconds = torch.cat([gradient, change.to(gradient)]), time.perf_counter() - began
-        return push(share, values, absent, loss_sum=loss.item(), count=count, seconds=seconds)
+        loss_sum, change = loss.item(), change.to(gradient)
+        if self._feedback is not None:
+            values, absent = self._compressed(self._feedback, share, gradient, change, absent, loss_sum=loss_sum, count=count)
+        else:
+            values = torch.cat([gradient, change])
+        seconds = time.perf_counter() - began
+        return push(share, values, absent, loss_sum=loss_sum, count=count, seconds=seconds)
+
+    def _compressed(
+        self, feedback: ErrorFeedback, share: Share, gradient: Tensor, change: Tensor, absent: tuple[int, ...], *,
+        loss_sum: float, count: float,
+    ) -> tuple[Tensor, tuple[int, ...]]:  # fmt: skip
+        """(what to push in place of gradient and change, the places of parameters for which nothing is sent).
+
+        What was left of earlier gradients waits where the server does not step, which is where no loss counts.
+        AgreedError: the loss or the gradient is no finite number; nothing was compressed.
+        """
+        check_finite(WorkersGradient(share, gradient, change, frozenset(absent), loss_sum, count, 0.0), self.number)
+        if not count:
+            return with_bytes(pack(torch.zeros_like(gradient), feedback.options), change), absent
+        packed, sent = feedback.pack(gradient)
+        return with_bytes(packed, change), self.flat.lasting(absent, sent)
 
 
-def work(config: RunConfig, alone: Mesh, ask: Ask, folder: Path, *, number: int, workers: int) -> Outcome:
-    """Learn until the server says that the run ends.
+def work(
+    config: RunConfig, alone: Mesh, servers: Sequence[Channel], folder: Path, *, number: int, workers: int,
+    pushes: Sequence[Channel] = (),
+) -> Outcome:  # fmt: skip
+    """Learn until the server says that the run ends, or that this worker was struck out.
 
-    PeerFailedError: the server is gone, or failed.  Other errors of this rank end the run, and the server says why.
+    servers: to all of them.  pushes: to all, beside these; see ServerLinks.
+    PeerFailedError: a server is gone, or failed.  Other errors of this rank end the run, and the first server says why.
     """
-    ask = partial(asked_of, ask, "the server")
-    with failure_is_told(ask):
+    with ExitStack() as at_end, failure_is_told((*pushes, *servers)[0], "the server"):
         worker = Worker(config, alone, number=number, workers=workers)
-        answer = ask(Message(HELLO))
-        while answer.kind != END:
+        if len(servers) > 1:
+            check_optimizer(worker.learner.optimizer, len(servers))
+        links = ServerLinks(worker.flat, servers[0], servers[1:], pushes, worker=number)
+        at_end.callback(links.close)  # a failure is told before others are waited for
+        worker.before_backward = links.ask_ahead
+        answer = links.begin()
+        while answer.kind == GIVE:
             assert answer.values is not None, "the server gives weights"
             step, place = answer.ints
-            answer = ask(worker.gradient((step, place), answer.values))
+            answer = links.push(worker.gradient((step, place), answer.values))
+    if answer.kind == STRUCK:
+        print(f"widefield: worker {number} {text_of(answer)}", file=sys.stderr, flush=True)
+        return Outcome("complete", 0, 0, None, folder)
     return outcome_of(answer, folder, "the server")
-
-
-# ---------------------------------------------------------------------------------------------- of workers of any kind
-
-
-def asked_of(ask: Ask, whom: str, message: Message) -> Message:
-    """The answer of a rank, which is `whom` in words.  PeerFailedError: it is gone."""
-    try:
-        return ask(message)
-    except RuntimeError as error:
-        raise PeerFailedError(
-            f"lost {whom}, which reported no error ({str(error).splitlines()[0]}); it was killed, or its machine or the "
-            "network is down. The same command goes on from the newest checkpoint"
-        ) from error
-
-
-@contextmanager
-def failure_is_told(ask: Ask) -> Iterator[None]:
-    """Inside, an error of this rank is told to the one that answers, which then says why the run ends."""
-    try:
-        yield
-    except PeerFailedError:
-        raise
-    except Exception as error:
-        ask(failed(str(error) if isinstance(error, (ValueError, NotImplementedError)) else in_words(error)))
-        raise
-
-
-def outcome_of(end: Message, folder: Path, whose: str) -> Outcome:
-    """How the run ended, of the last answer.  PeerFailedError: the rank that gave it, `whose` in words, failed."""
-    has_failed, status, step = end.ints
-    if has_failed:
-        raise PeerFailedError(f"{whose} failed; its message is above")
-    return Outcome("complete" if status == 0 else "interrupted", step, status, None, folder)

@@ -36,19 +36,19 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group:
     return dist.batch_isend_irecv([_through_host(post) for post in posts])
 
 
-def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Send a contiguous tensor to rank `peer` of the group, which receives it."""
+def send(tensor: Tensor, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> None:
+    """Send a contiguous tensor to rank `peer` of the group, which receives it.  tag: of gloo's messages, which NCCL has not."""
     note("send", group, peer)
-    dist.send(tensor.cpu() if passes_the_host(group, tensor.device) else tensor, group_dst=peer, group=group)
+    dist.send(tensor.cpu() if passes_the_host(group, tensor.device) else tensor, group_dst=peer, group=group, tag=tag)
 
 
-def receive_whenever(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
-    """As `receive` of a tensor on the CPU, over gloo, however long the peer takes, if it lives.
+def receive_whenever(buffer: Tensor, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> Tensor:
+    """As `receive` of a tensor on the CPU, over gloo, however long the peer takes, if it lives.  tag: as `send`'s.
 
     A wait that takes longer than the group's timeout would end all connections of this rank, not this one alone.
     """
     note("receive", group, peer)
-    work = dist.irecv(buffer, group_src=peer, group=group)
+    work = dist.irecv(buffer, group_src=peer, group=group, tag=tag)
     assert work is not None, "a rank of the group receives"
     work.wait(_EVER)
     return buffer

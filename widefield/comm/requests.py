@@ -4,7 +4,7 @@ The rank that answers has a thread per peer, which receives a message, waits unt
 that is slow holds up nobody, and one that died ends its own thread alone: gloo fails its messages at once.
 
 A message is a head of 5 int64 (kind, how many ints, floats and values, their dtype), and then, where there are any, int64,
-float64, and values of a floating dtype, each as one tensor.
+float64, and values of a floating dtype or bytes, each as one tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from widefield.comm.point_to_point import receive_whenever, send
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 _HEAD = 5
 NO_MORE = 0
 """The kind of a message that is not answered: the sender's last one."""
@@ -49,40 +50,44 @@ class LostPeer:
     why: str
 
 
-def send_message(message: Message, peer: int, group: dist.ProcessGroup) -> None:
-    """RuntimeError: the peer is gone."""
+def send_message(message: Message, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> None:
+    """RuntimeError: the peer is gone.  tag: two ranks may send each other messages of several tags at the same time."""
     values = message.values
     dtype = 0 if values is None else _DTYPES.index(values.dtype)
     head = [message.kind, len(message.ints), len(message.floats), 0 if values is None else values.numel(), dtype]
-    send(torch.tensor(head, dtype=torch.int64), peer, group)
+    send(torch.tensor(head, dtype=torch.int64), peer, group, tag=tag)
     if message.ints:
-        send(torch.tensor(message.ints, dtype=torch.int64), peer, group)
+        send(torch.tensor(message.ints, dtype=torch.int64), peer, group, tag=tag)
     if message.floats:
-        send(torch.tensor(message.floats, dtype=torch.float64), peer, group)
+        send(torch.tensor(message.floats, dtype=torch.float64), peer, group, tag=tag)
     if values is not None and values.numel():
-        send(values.contiguous(), peer, group)
+        send(values.contiguous(), peer, group, tag=tag)
 
 
-def receive_message(peer: int, group: dist.ProcessGroup) -> Message:
+def receive_message(peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> Message:
     """Wait for a peer that lives, however long; it may compute, or have nothing to say.  RuntimeError: it is gone."""
-    head = receive_whenever(torch.empty(_HEAD, dtype=torch.int64), peer, group).tolist()
+    into = partial(receive_whenever, peer=peer, group=group, tag=tag)
+    head = into(torch.empty(_HEAD, dtype=torch.int64)).tolist()
     kind, ints, floats, count, dtype = head
-    whole = receive_whenever(torch.empty(ints, dtype=torch.int64), peer, group).tolist() if ints else []
-    real = receive_whenever(torch.empty(floats, dtype=torch.float64), peer, group).tolist() if floats else []
-    values = receive_whenever(torch.empty(count, dtype=_DTYPES[dtype]), peer, group) if count else None
+    whole = into(torch.empty(ints, dtype=torch.int64)).tolist() if ints else []
+    real = into(torch.empty(floats, dtype=torch.float64)).tolist() if floats else []
+    values = into(torch.empty(count, dtype=_DTYPES[dtype])) if count else None
     return Message(kind, tuple(whole), tuple(real), values)
 
 
 class Requests:
     """The rank that answers.  peers: ranks of the group, which each send requests one after another.
 
+    tag: of the messages.  into: whose `next` gives these requests; this one's own otherwise.
     sent, received: bytes so far, of whole messages.
     """
 
-    def __init__(self, peers: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, peers: Sequence[int], group: dist.ProcessGroup, *, tag: int = 0, into: Requests | None = None) -> None:
         self.sent = self.received = 0
-        self._group = group
-        self._arrived: queue.SimpleQueue[tuple[int, Message | LostPeer]] = queue.SimpleQueue()
+        self._group, self._tag, self._left = group, tag, set[int]()
+        self._arrived: queue.SimpleQueue[tuple[int, Message | LostPeer]] = (
+            queue.SimpleQueue() if into is None else into._arrived
+        )
         self._answers: dict[int, queue.SimpleQueue[Message]] = {peer: queue.SimpleQueue() for peer in peers}
         self._last: Message | None = None
         """With which all requests are answered from now on."""
@@ -102,46 +107,62 @@ class Requests:
         self.received += message.nbytes if isinstance(message, Message) else 0
         return peer, message
 
+    def put(self, peer: int, message: Message | LostPeer) -> None:
+        """Let `next` return what came from a peer in another way."""
+        self._arrived.put((peer, message))
+
     def answer(self, peer: int, message: Message) -> None:
         """Answer a peer's request; returns at once."""
         self.sent += message.nbytes
         self._answers[peer].put(message)
 
-    def close(self, message: Message, *, seconds: float) -> None:
-        """Answer all requests that wait or come, within so many seconds, with one last message."""
-        self._last = message
+    def answer_all(self, message: Message) -> None:
+        """From now on, answer all requests with one last message, the first that is given; returns at once."""
+        self._last = message = self._last or message
         for answers in self._answers.values():
             answers.put(message)
-        self.wait(seconds=seconds)
 
     def wait(self, *, seconds: float) -> None:
         """Until every peer has said `no_more`, or is gone; no longer than so many seconds."""
         deadline = time.monotonic() + seconds
-        for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for peer, thread in self._threads.items():
+            thread.join(0.0 if peer in self._left else max(0.0, deadline - time.monotonic()))
+
+    def leave_out(self, peer: int) -> None:
+        """Do not wait for a peer when the requests end."""
+        self._left.add(peer)
 
     def _serve(self, peer: int) -> None:
         try:
             while True:
-                request = receive_message(peer, self._group)
+                request = receive_message(peer, self._group, tag=self._tag)
                 if request.kind == NO_MORE:
                     return
                 if self._last is None:
                     self._arrived.put((peer, request))
                 answer = self._last or self._answers[peer].get()
-                send_message(answer, peer, self._group)
+                send_message(answer, peer, self._group, tag=self._tag)
                 if answer is self._last:
                     return
         except (RuntimeError, ValueError) as error:  # ValueError: this rank has left the group
             self._arrived.put((peer, LostPeer(str(error).split("\n")[0])))
 
 
-def no_more(peer: int, group: dist.ProcessGroup) -> None:
+def close_all(several: Sequence[Requests | None], message: Message, *, seconds: float) -> None:
+    """Answer all requests that wait or come, within so many seconds, with one last message."""
+    those, deadline = [one for one in several if one is not None], time.monotonic() + seconds
+    for one in those:
+        one.answer_all(message)
+    for one in those:
+        one.wait(seconds=max(0.0, deadline - time.monotonic()))
+
+
+def no_more(peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> None:
     """Tell the rank that answers that no request comes any more; it does not answer.  RuntimeError: it is gone."""
-    send_message(Message(NO_MORE), peer, group)
+    send_message(Message(NO_MORE), peer, group, tag=tag)
 
 
-def asked(message: Message, peer: int, group: dist.ProcessGroup) -> Message:
+def asked(message: Message, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> Message:
     """Send a request to the rank that answers, and wait for the answer.  RuntimeError: it is gone."""
-    send_message(message, peer, group)
-    return receive_message(peer, group)
+    send_message(message, peer, group, tag=tag)
+    return receive_message(peer, group, tag=tag)

@@ -14,6 +14,7 @@ AgreementName = Literal[
 ]  # fmt: skip
 GraphName = Literal["ring", "complete", "exponential", "one_peer_exponential", "bipartite", "hypercube"]
 ServerKind = Literal["synchronous", "asynchronous", "bounded_staleness", "delay_compensated"]
+CompressionKind = Literal["fp16", "int8", "topk"]
 PERIODIC = ("local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco")
 """Those under which copies train by themselves and average their weights now and then."""
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
@@ -28,10 +29,15 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "global_period": ("gossip",),
     "delay": ("gossip",),
     "servers": ("server",),
+    "backup": ("server",),
+    "overlap": ("server",),
     "kind": ("server",),
     "bound": ("server",),
     "max_staleness": ("server",),
     "compensation": ("server",),
+    "compression": ("server",),
+    "compression_share": ("server",),
+    "compression_block": ("server",),
 }
 """The names that an option is for."""
 
@@ -70,17 +76,30 @@ class AgreementConfig(Section):
     delay: Annotated[int, Field(ge=0)] = 0
     """Of gossip: for how many steps a message may be on its way while copies go on; then push-sum counts what is on its way."""
     servers: Positive = 1
-    """Of server: how many of the last ranks hold weights; 1 is what there is."""
+    """Of server: how many of the last ranks hold weights and the optimizer's state, each an even part; the first one leads."""
+    backup: Annotated[int, Field(ge=0)] = 0
+    """Of synchronous: how many workers an update does not wait for (arXiv:1604.00981).  A step's batch is divided among the
+    others; a gradient that comes too late is dropped, and its samples are handed out again."""
     kind: ServerKind = "asynchronous"
     """Of server. synchronous: a step with the gradients of all; exact.  asynchronous: an update with each gradient as it comes.
     bounded_staleness: the same, within `bound` or `max_staleness`.  delay_compensated: the same, with gradients corrected for
     what the weights have moved since (arXiv:1609.08326)."""
+    overlap: bool = False
+    """Of server, but synchronous: workers fetch the next weights while they compute a gradient, which are then older by what is
+    applied meanwhile."""
     bound: Annotated[int, Field(ge=0)] | None = None
     """Of bounded_staleness: how many updates a worker may be ahead of the slowest one."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Of bounded_staleness: how many updates may come between the reading of weights and the update with their gradient."""
     compensation: Annotated[float, Field(ge=0)] | None = None
     """Of delay_compensated: its lambda; 0 changes nothing."""
+    compression: CompressionKind | None = None
+    """Of server: the form in which gradients are pushed; what it leaves out is in the worker's next gradient.  fp16: halves.
+    int8: bytes, with a scale for each `compression_block` numbers.  topk: the largest `compression_share` of the numbers."""
+    compression_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Of topk: the share of the numbers that is pushed."""
+    compression_block: Positive = 1024
+    """Of int8: how many numbers have one scale."""
 
     @model_validator(mode="before")
     @classmethod
@@ -129,22 +148,50 @@ class AgreementConfig(Section):
                 f"kind={self.kind} with compensation={self.compensation}: delay_compensated has one, and the other kinds have "
                 "none; as kind=delay_compensated, compensation=0.04"
             )
-        if self.servers > 1:
+        if self.overlap and self.kind == "synchronous":
             raise ValueError(
-                f"servers={self.servers}: a gradient that one server has and another lost with its worker would be half "
-                "applied, and nothing here mends that; set servers=1"
+                "overlap with kind=synchronous: the next weights are made of the gradients that are computed, so they cannot "
+                "come before; leave overlap out, or set kind=asynchronous"
+            )
+        if self.backup and self.kind != "synchronous":
+            raise ValueError(
+                f"backup={self.backup} with kind={self.kind}: only a synchronous update waits for workers; leave backup out, "
+                "or set kind=synchronous"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_its_compression_needs(self) -> AgreementConfig:
+        """ValueError: options of another compression, or a kind of server that has none."""
+        for option, kind in (("compression_share", "topk"), ("compression_block", "int8")):
+            if getattr(self, option) != type(self).model_fields[option].default and self.compression != kind:
+                raise ValueError(
+                    f"{option} is an option of compression={kind}, and compression is {self.compression}; leave it out"
+                )
+        if self.compression is not None and (self.servers > 1 or self.backup):
+            other = f"servers={self.servers}" if self.servers > 1 else f"backup={self.backup}"
+            raise ValueError(
+                f"compression={self.compression} with {other}: a compressed gradient is one of all weights and has what was "
+                "left of those before it, so it can be neither cut for several servers nor dropped; leave one out"
+            )
+        if self.compression is not None and self.kind == "delay_compensated":
+            raise ValueError(
+                f"compression={self.compression} with kind=delay_compensated: a compressed gradient has what was left of those "
+                "before it, which are of other weights, so that its delay cannot be compensated; set kind=asynchronous"
             )
         return self
 
     @property
     def has_server(self) -> bool:
-        """Whether the last rank computes no gradients, and the others are workers that do not wait for each other."""
+        """Whether the last ranks compute no gradients, and the others are workers that do not wait for each other."""
         return self.name in ("server", "ad_psgd")
 
     @property
-    def last_rank(self) -> str:
-        """What the rank that computes no gradients is, in words."""
-        return f"a server, {self.kind}" if self.name == "server" else f"a rank that keeps their account, {self.name}"
+    def last_ranks(self) -> str:
+        """What the ranks that compute no gradients are, in words."""
+        if self.name != "server":
+            return f"a rank that keeps their account, {self.name}"
+        return f"{'a server' if self.servers == 1 else f'{self.servers} servers'}, {self.kind}"
 
     def __str__(self) -> str:
         """As `local_sgd every 8 steps`, `gossip on a ring`, `mean`."""

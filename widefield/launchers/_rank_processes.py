@@ -5,6 +5,7 @@ a rank fails      the others get 1 s to end by themselves (each may be about to 
 a first signal    is passed on to all ranks, which save and end; they have `grace_seconds`, unless one of them fails
 a second signal   SIGKILL to all, at once
 a signal kills    a rank that may be lost, as the worker of a parameter server: the others go on
+only such are left  they get 15 s, then SIGKILL: one that was stopped would never end
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from widefield.refusal import FOLLOWED, TO_BE_CONTINUED
 OWN_END_SECONDS = 1.0
 """How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL.  They hear of it and
 end by themselves, see comm/failure.py."""
+LOST_END_SECONDS = 15.0
+"""How long ranks that may be lost may go on after all others have ended well."""
 POLL_SECONDS = 0.05
 
 
@@ -64,6 +67,9 @@ class RankProcesses:
             if not running:
                 self.status = TO_BE_CONTINUED if self.has_stopped() else 0
                 return None
+            if max(running) < self.may_be_lost:
+                self.wait(LOST_END_SECONDS)
+                self.kill()
             time.sleep(POLL_SECONDS)
 
     def running(self) -> list[int]:

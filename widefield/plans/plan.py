@@ -79,7 +79,7 @@ class Plan(Section):
 
     @property
     def has_server(self) -> bool:
-        """Whether the last rank computes no gradients, and the others are workers that do not wait for each other."""
+        """Whether the last ranks hold the weights or keep an account, and the others are workers, not in step."""
         return self.agreement.has_server
 
     @property
@@ -102,7 +102,7 @@ class Plan(Section):
         further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1)
         further += [section for section, axis in SECTIONS.items() if axis is None and getattr(self, section) is not None]
         further += [str(self.agreement)] * self.has_replicas
-        further += [f"{self.workers} workers and {self.agreement.last_rank}"] * self.has_server
+        further += [f"{self.workers} workers and {self.agreement.last_ranks}"] * self.has_server
         further += [f"streamed in {self.stream}"] if self.stream else []
         return ", ".join([" x ".join(used) or "one rank", *further])
 

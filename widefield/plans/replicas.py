@@ -71,12 +71,8 @@ def check_server(plan: Plan) -> None:
 
     ValueError: the user can change it.
     """
+    _check_workers(plan)
     name = f"agreement={plan.agreement.name}"
-    if plan.workers < 1:
-        raise ValueError(
-            f"{name} needs a rank that computes no gradients and one or more for workers, and mesh.replicate={plan.replicate}; "
-            "set mesh.replicate=3 for two workers"
-        )
     axes = {axis: size for axis, size in plan.axes.items() if size > 1 and axis != "replicate"}
     if axes or plan.stream is not None:
         axis = next(iter(axes), "")
@@ -100,6 +96,22 @@ def check_server(plan: Plan) -> None:
         raise ValueError(
             f"a worker of {name} pushes the gradient of one pass as it is, and gradient.accumulate={plan.accumulate} "
             f"and gradient.compression={plan.compression}; set them to 1 and none, and data.batch_size to what a pass can hold"
+        )
+
+
+def _check_workers(plan: Plan) -> None:
+    """ValueError: there are too few."""
+    servers, backup = plan.agreement.servers, plan.agreement.backup
+    if plan.workers < 1:
+        what = "a rank that computes no gradients" if servers == 1 else f"{servers} ranks that hold weights"
+        raise ValueError(
+            f"agreement={plan.agreement.name} needs {what} and one or more for workers, and mesh.replicate={plan.replicate}; "
+            f"set mesh.replicate={servers + 2} for two workers"
+        )
+    if backup >= plan.workers:
+        raise ValueError(
+            f"agreement.backup={backup} of {plan.workers} workers leaves none that an update waits for; set backup to "
+            f"{plan.workers - 1} or less, or start more ranks"
         )
 
 

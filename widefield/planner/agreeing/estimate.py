@@ -25,6 +25,10 @@ LOOKS_A_STEP = 2
 """How often the loss is looked at, by which the time to it is told."""
 
 
+FLOAT_BYTES = 4
+"""Of a number as it is sent, by which compression is told."""
+
+
 @dataclass(frozen=True)
 class AgreementEstimate:
     """A row of the table.
@@ -92,8 +96,8 @@ class AgreementSimulation:
         problem, algorithm = self.problem, way.algorithm(asked, self.problem.workers, self.problem.together)
         numel = problem.objective.start.numel()
         log = simulate_times(
-            algorithm, self.workers, num_samples=problem.objective.num_samples, numel=numel, itemsize=self.model_bytes / numel,
-            epochs=problem.epochs, batch=problem.batch, seed=self.seed,
+            algorithm, self.workers, num_samples=problem.objective.num_samples, numel=numel, itemsize=FLOAT_BYTES,
+            scale=self.model_bytes / (FLOAT_BYTES * numel), epochs=problem.epochs, batch=problem.batch, seed=self.seed,
         )  # fmt: skip
         reached, loss, distance = self._learned(log, algorithm)
         mean, most = _staleness(log, algorithm)

@@ -9,7 +9,6 @@ from typing import Any
 
 from widefield.agreement import (
     AllReduce,
-    DelayCompensation,
     Descent,
     Gossip,
     MixingGraph,
@@ -20,6 +19,7 @@ from widefield.agreement import (
 )
 from widefield.agreement.mixing import of_edges
 from widefield.agreement.simulator import Algorithm
+from widefield.asynchrony.weights import compensation_of, compression_of
 from widefield.config.agreement import PERIODIC, AgreementConfig
 from widefield.naming import did_you_mean
 
@@ -75,7 +75,7 @@ class AgreementOption:
 
 def _kind_of(asked: AgreementConfig) -> tuple[object, ...]:
     """What two sections of the same way have in common, whatever their other options."""
-    return asked.name, asked.kind, asked.bound is not None, asked.delay > 0
+    return asked.name, asked.kind, asked.bound is not None, asked.delay > 0, asked.compression is not None
 
 
 def simulated(asked: AgreementConfig, plain: Descent, shared: Descent) -> Algorithm:
@@ -94,10 +94,12 @@ def simulated(asked: AgreementConfig, plain: Descent, shared: Descent) -> Algori
     if asked.name == "ad_psgd":
         return PairwiseGossip(plain)
     assert asked.name == "server", f"the simulator has no rule for {asked.name}"
+    compression, compensation = compression_of(asked), compensation_of(asked)
     if asked.kind == "synchronous":
-        return ParameterServer(plain, "synchronous")
-    compensation = None if asked.compensation is None else DelayCompensation(asked.compensation)
-    return ParameterServer(shared, bound=asked.bound, max_staleness=asked.max_staleness, compensation=compensation)
+        return ParameterServer(plain, "synchronous", compression=compression)
+    return ParameterServer(
+        shared, bound=asked.bound, max_staleness=asked.max_staleness, compensation=compensation, compression=compression
+    )
 
 
 def _periodic(asked: AgreementConfig, plain: Descent) -> PeriodicAveraging:
@@ -143,6 +145,7 @@ WAYS = {
         AgreementOption("backup_workers", None,
             lambda workers, plain, shared: ParameterServer(plain, "synchronous", backup=backup_workers(workers))),
         AgreementOption("asynchronous", _server("asynchronous")),
+        AgreementOption("compressed", _server("asynchronous", compression="int8")),
         AgreementOption("bounded_staleness", _server("bounded_staleness", bound=4)),
         AgreementOption("max_staleness", _server("bounded_staleness", max_staleness=lambda workers: 2 * workers)),
         AgreementOption("delay_compensated", _server("delay_compensated", compensation=0.04)),
