@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from widefield import sharded_state
 from widefield.asynchrony import checks as server_checks
 from widefield.asynchrony import ranks as server_ranks
+from widefield.comm.coming_back import came_back
 from widefield.comm.failure import FailureWatch
 from widefield.comm.fingerprints import why_not_compared
 from widefield.comm.mesh import AgreedError, Mesh, World, join, leave
@@ -68,7 +69,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
         from widefield.planner.search.starting import planned_together  # imported late, as most runs need no planner
 
         config = planned_together(config, folder, world, given)
-    elif config.log.predict:
+    elif config.log.predict and not came_back(os.environ):
         from widefield.planner.search.starting import predicted_first
 
         predicted_first(config, folder, world, given)

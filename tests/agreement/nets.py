@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -75,4 +76,23 @@ class Slow(Plain):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             time.sleep(0.02)
+        return super().forward(x)
+
+
+class WaitsForReturn(Slow):
+    """From a worker's eighth pass on each takes most of a second, until one that came back has begun a pass.
+
+    $TEST_RETURN is the file that says so.
+    """
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            returned = Path(os.environ["TEST_RETURN"])
+            if os.environ.get("WIDEFIELD_CAME_BACK"):
+                returned.touch()
+            if self.passes >= 8 and not returned.exists():
+                time.sleep(0.7)
         return super().forward(x)

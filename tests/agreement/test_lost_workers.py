@@ -19,9 +19,9 @@ from widefield.asynchrony.attendance import PATIENCE, Attendance
 from widefield.refusal import TO_BE_CONTINUED
 
 
-def assert_learned_once_as_the_log_says(folder):
+def assert_learned_once_as_the_log_says(folder, *settings):
     assert set(times_learned(log_of(folder)).values()) == {1}
-    assert_close(replayed(folder, SLOW), weights_of(folder))
+    assert_close(replayed(folder, [*SLOW, *settings]), weights_of(folder))
 
 
 def warnings_of(folder):

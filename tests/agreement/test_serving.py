@@ -45,9 +45,13 @@ STEPS, PLACES = 5, 3
 
 
 class _Played:
-    """A server and workers without weights or processes, which act in a random order.  ahead: as of Serving."""
+    """A server and workers without weights or processes, which act in a random order.  ahead: as of Serving.
 
-    def __init__(self, algorithm, draws, *, deaths, ahead=0):
+    back: how many of the dead come back.
+    """
+
+    def __init__(self, algorithm, draws, *, deaths, ahead=0, back=0):
+        self.back, self.dead, self.came_back = back, [], []
         self.draws, self.deaths, self.stand, self.ahead = draws, deaths, 2, ahead
         self.places = algorithm.needed(3) if algorithm.backup else PLACES
         shares = Shares(lambda step: range(self.places), limit=self.stand)
@@ -75,11 +79,15 @@ class _Played:
     def _hear(self):
         acts = [(worker, "asks") for worker, asks in self.asks.items() if asks]
         acts += [(worker, "pushes") for worker in self.asks if self.has[worker]]
+        if self.dead and self.back and self.draws.random() < 0.2:
+            self._comes_back(self.dead.pop())
+            return
         assert acts, f"nobody acts and {len(self.learned)} of {STEPS * self.places} are learned"
         worker, act = self.draws.choice(acts)
         if self.deaths and self.draws.random() < 0.1:
             self.deaths -= 1
             del self.asks[worker]
+            self.dead.append(worker)
             self.has[worker].clear()
             self.serving.goes(worker)
         elif act == "asks":
@@ -87,6 +95,12 @@ class _Played:
             self.serving.joins(worker)
         else:
             self._push(worker, *self.has[worker].pop(0))
+
+    def _comes_back(self, worker):
+        self.back -= 1
+        self.serving.comes_back(worker)
+        self.asks[worker] = True
+        self.came_back.append(worker)
 
     def _push(self, worker, share, version):
         if self.serving.late.get(worker) == share:
@@ -99,20 +113,21 @@ class _Played:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("name", KINDS)
-def test_in_any_order_and_whoever_dies_each_share_is_learned_once_and_nobody_waits_for_ever(name, ahead):
+def test_in_any_order_and_whoever_dies_or_comes_back_each_share_is_learned_once_and_nobody_waits_for_ever(name, ahead):
     if ahead and KINDS[name].kind == "synchronous":
         return
     most = {"synchronous": 0, "backup 1": 0, "backup 2": 0, "max_staleness 0": 0, "max_staleness 2": 2}.get(name, math.inf)
-    dropped = 0
+    dropped = back = 0
     for seed in range(2000):
-        played = _Played(KINDS[name], random.Random(f"{name} {seed}"), deaths=seed % 3, ahead=ahead)
+        played = _Played(KINDS[name], random.Random(f"{name} {seed}"), deaths=seed % 3, ahead=ahead, back=seed // 3 % 3)
         played.play()
+        back += len(played.came_back)
         assert sorted(played.learned) == [(step, place) for step in range(STEPS) for place in range(played.places)]
         assert max(played.staleness) <= most
         dropped += played.dropped
         if KINDS[name].backup:  # as many gradients as a step has, of whichever steps
             assert set(played.of_update) == {played.places}
-    assert bool(dropped) == bool(KINDS[name].backup)
+    assert bool(dropped) == bool(KINDS[name].backup) and back > 300
 
 
 def test_a_run_that_is_asked_to_stop_ends_what_was_begun():

@@ -39,6 +39,16 @@ def test_a_run_starts_again_as_often_as_it_may():
     assert asked.told == "the run was restarted 2 times, as --max-restarts allows"
 
 
+def test_single_ranks_that_start_again_count_as_restarts():
+    asked = restarts(3, [Failure(step=5), Failure(step=9, stepped=True)])
+    assert "WIDEFIELD_MAY_COME_BACK" not in asked.environment
+    assert asked.one(KILLED)
+    assert asked.told == f"{KILLED}; it is started again (1 of 3 restarts), and the others go on"
+    assert asked.after(137, KILLED, ranks=2, since=0.0) is not None
+    assert asked.one(KILLED) and not asked.one(KILLED)
+    assert asked.after(137, KILLED, ranks=2, since=0.0) is None
+
+
 def test_the_same_words_at_the_same_step_twice_in_a_row_end_the_run():
     same = Failure(step=5, stepped=True, words="the loss of step 6 is nan")
     other = Failure(step=5, stepped=True, words="rank 1 lost another rank")

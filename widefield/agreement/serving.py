@@ -117,9 +117,15 @@ class Serving(Generic[Gradient]):
             self.clocks.enter(worker)
 
     def joins(self, worker: int) -> None:
-        """A worker asks for weights and a share."""
+        """A worker asks for weights and a share.  One that came back is as far as the slowest one."""
         self.yet_to_come.discard(worker)
+        if worker not in self.clocks.clocks:
+            self.clocks.enter(worker)
         self.waiting.append(worker)
+
+    def comes_back(self, worker: int) -> None:
+        """A worker that died is there again, and will ask; nobody waits for it until then."""
+        self.living.add(worker)
 
     def has(self, worker: int) -> list[Share]:
         """The shares that a worker has and has not pushed, the first that it was given first; not the late one."""

@@ -35,6 +35,10 @@ class Attendance:
     def hears(self, worker: int) -> None:
         self._since[worker] = self.now()
 
+    def comes_back(self, worker: int) -> None:
+        self._struck.pop(worker, None)
+        self.hears(worker)
+
     def gives(self, worker: int, share: Share) -> None:
         self._since[worker] = self._given[worker, share] = self.now()
 

@@ -18,7 +18,7 @@ from widefield.asynchrony.part_messages import HAVE
 from widefield.asynchrony.samples import Samples
 from widefield.asynchrony.weights import Arrived, ServedWeights, algorithm_of
 from widefield.comm.mesh import AgreedError
-from widefield.comm.requests import LostPeer, Message, Requests, close_all
+from widefield.comm.requests import Came, LostPeer, Message, PeerCameBack, Requests, close_all
 from widefield.training.assemble import Parts
 from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner
@@ -91,8 +91,10 @@ class Server:
         found.dropped, self.dropped = self.dropped, 0
         return found
 
-    def _hear(self, worker: int, came: Message | LostPeer) -> None:
-        if isinstance(came, LostPeer):
+    def _hear(self, worker: int, came: Came) -> None:
+        if isinstance(came, PeerCameBack):
+            self._comes_back(worker, came)
+        elif isinstance(came, LostPeer):
             if worker in self.serving.living:
                 self._goes(worker, f"is gone ({came.why})")
         elif worker not in self.serving.living:
@@ -114,6 +116,15 @@ class Server:
         self.serving.joins(worker)
         if is_first and self.events.before and self.serving.compression is not None:
             self.events.write("join", worker)  # nothing is left of its gradients of before
+
+    def _comes_back(self, worker: int, came: PeerCameBack) -> None:
+        self.serving.comes_back(worker)
+        self.attendance.comes_back(worker)
+        for requests in (self.requests, self.pushes):
+            if requests is not None:
+                requests.take_back(worker, came.group)
+        self.events.write("join", worker)
+        self._warn(f"worker {worker} is back; {len(self.serving.living)} go on")
 
     def _goes(self, worker: int, how: str) -> None:
         """A worker died, or does not answer."""

@@ -90,7 +90,8 @@ def _restarts(config: RunConfig, options: Namespace, arguments: list[str], ranks
         return None
 
     folder = Path(options.run)
-    return Restarts(options.max_restarts, failure_since=lambda since: failure_since(folder, since), starts=starts)
+    told = lambda since: failure_since(folder, since)  # noqa: E731
+    return Restarts(options.max_restarts, failure_since=told, starts=starts, takes_back=config.agreement.takes_back)
 
 
 def _slots_left() -> int:

@@ -52,7 +52,8 @@ Without a launcher, type the command once per rank; widefield launch writes jobs
   widefield train my.yaml --run runs/big --rank 0 --world-size 8 --rendezvous host:29500
 
 With --max-restarts the ranks that are started here start again when one fails or is killed, from the newest sound
-checkpoint, on the devices that are left:
+checkpoint, on the devices that are left; a killed worker of a parameter server starts again by itself, while the
+others go on:
 
   widefield train my.yaml --run runs/long --max-restarts 10
 

@@ -5,6 +5,7 @@
     meeting.py         the store of the rendezvous
     keepalive.py       connections to a machine that is gone end with an error
     meeting_file.py    a file that all machines share as the place to meet
+    coming_back.py     a rank that was started again meets one that lives
     roll_call.py       are all ranks here, once each, of this job, with the same versions
     interfaces.py      network interfaces: of messages, and where this process listens
     devices.py         the device of a rank, and the backend of its messages

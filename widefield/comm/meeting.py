@@ -110,6 +110,11 @@ def said_by_first_rank(make: Callable[[], str], world: World, *, seconds: float)
         ) from None
 
 
+def launchers_store(world: World, *, seconds: float) -> dist.Store:
+    """A connection of its own to the store that the launcher serves.  DistError: it does not answer."""
+    return _client(world.address, world.port, datetime.timedelta(seconds=seconds))
+
+
 # ------------------------------------------------------------------------------------------------ the first time
 
 

@@ -76,8 +76,8 @@ _open: list[MessageTally] = []
 
 
 def note(way: Way, group: dist.ProcessGroup, peer: int) -> None:
-    """One message between two ranks is posted on this rank."""
-    for tally in _open:
+    """One message between two ranks is posted on this rank.  A pair that met later has no name, and is not counted."""
+    for tally in _open if hasattr(group, "group_name") else ():
         tally.note(way, group, peer)
 
 

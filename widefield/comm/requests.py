@@ -50,6 +50,19 @@ class LostPeer:
     why: str
 
 
+@dataclass(frozen=True)
+class PeerCameBack:
+    """In place of a message: another process has the peer's place.  group: of the two, in which it is rank 0.
+
+    All that the one before had sent came before it.
+    """
+
+    group: dist.ProcessGroup
+
+
+Came = Message | LostPeer | PeerCameBack
+
+
 def send_message(message: Message, peer: int, group: dist.ProcessGroup, *, tag: int = 0) -> None:
     """RuntimeError: the peer is gone.  tag: two ranks may send each other messages of several tags at the same time."""
     values = message.values
@@ -84,21 +97,24 @@ class Requests:
 
     def __init__(self, peers: Sequence[int], group: dist.ProcessGroup, *, tag: int = 0, into: Requests | None = None) -> None:
         self.sent = self.received = 0
-        self._group, self._tag, self._left = group, tag, set[int]()
-        self._arrived: queue.SimpleQueue[tuple[int, Message | LostPeer]] = (
-            queue.SimpleQueue() if into is None else into._arrived
-        )
-        self._answers: dict[int, queue.SimpleQueue[Message]] = {peer: queue.SimpleQueue() for peer in peers}
+        self._tag, self._left = tag, set[int]()
+        self._arrived: queue.SimpleQueue[tuple[int, Came]] = queue.SimpleQueue() if into is None else into._arrived
+        self._answers = dict[int, queue.SimpleQueue[Message | None]]()
+        """By peer; None ends its thread."""
         self._last: Message | None = None
         """With which all requests are answered from now on."""
-        self._threads = {
-            peer: threading.Thread(target=self._serve, args=(peer,), name=f"requests of rank {peer}", daemon=True)
-            for peer in peers
-        }
-        for thread in self._threads.values():
-            thread.start()
+        self._threads = dict[int, threading.Thread]()
+        for peer in peers:
+            self._start(peer, group, peer)
 
-    def next(self, seconds: float) -> tuple[int, Message | LostPeer] | None:
+    def _start(self, peer: int, group: dist.ProcessGroup, place: int) -> None:
+        """place: of the peer in the group."""
+        self._answers[peer] = queue.SimpleQueue()
+        name, args = f"requests of rank {peer}", (peer, group, place, self._answers[peer])
+        self._threads[peer] = threading.Thread(target=self._serve, args=args, name=name, daemon=True)
+        self._threads[peer].start()
+
+    def next(self, seconds: float) -> tuple[int, Came] | None:
         """The next request and who sent it; None where none came within `seconds`."""
         try:
             peer, message = self._arrived.get(timeout=seconds)
@@ -107,7 +123,7 @@ class Requests:
         self.received += message.nbytes if isinstance(message, Message) else 0
         return peer, message
 
-    def put(self, peer: int, message: Message | LostPeer) -> None:
+    def put(self, peer: int, message: Came) -> None:
         """Let `next` return what came from a peer in another way."""
         self._arrived.put((peer, message))
 
@@ -119,29 +135,43 @@ class Requests:
     def answer_all(self, message: Message) -> None:
         """From now on, answer all requests with one last message, the first that is given; returns at once."""
         self._last = message = self._last or message
-        for answers in self._answers.values():
+        for answers in list(self._answers.values()):
             answers.put(message)
 
     def wait(self, *, seconds: float) -> None:
         """Until every peer has said `no_more`, or is gone; no longer than so many seconds."""
         deadline = time.monotonic() + seconds
-        for peer, thread in self._threads.items():
+        for peer, thread in list(self._threads.items()):
             thread.join(0.0 if peer in self._left else max(0.0, deadline - time.monotonic()))
 
     def leave_out(self, peer: int) -> None:
         """Do not wait for a peer when the requests end."""
         self._left.add(peer)
 
-    def _serve(self, peer: int) -> None:
+    def let_go(self, peer: int) -> None:
+        """Return when nothing comes any more of the process that has ended; from another thread than the one that answers."""
+        self._answers[peer].put(None)
+        self._threads[peer].join()
+
+    def take_back(self, peer: int, group: dist.ProcessGroup) -> None:
+        """Receive what the process sends that has the peer's place now, of which `next` has told."""
+        self._left.discard(peer)
+        self._start(peer, group, 0)
+
+    def _serve(
+        self, peer: int, group: dist.ProcessGroup, place: int, answers: queue.SimpleQueue[Message | None]
+    ) -> None:  # fmt: skip
         try:
             while True:
-                request = receive_message(peer, self._group, tag=self._tag)
+                request = receive_message(place, group, tag=self._tag)
                 if request.kind == NO_MORE:
                     return
                 if self._last is None:
                     self._arrived.put((peer, request))
-                answer = self._last or self._answers[peer].get()
-                send_message(answer, peer, self._group, tag=self._tag)
+                answer = self._last or answers.get()
+                if answer is None:
+                    raise RuntimeError("another process has its place")
+                send_message(answer, place, group, tag=self._tag)
                 if answer is self._last:
                     return
         except (RuntimeError, ValueError) as error:  # ValueError: this rank has left the group

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FILE = "file://"
+MAY_COME_BACK = "WIDEFIELD_MAY_COME_BACK"
+"""The environment variable by which a launcher tells ranks that it may start some of them again, by themselves."""
+CAME_BACK = "WIDEFIELD_CAME_BACK"
+"""The one by which it tells a rank that it is such a one."""
 
 
 class AgreedError(ValueError):

@@ -187,6 +187,11 @@ class AgreementConfig(Section):
         return self.name in ("server", "ad_psgd")
 
     @property
+    def takes_back(self) -> bool:
+        """Whether a worker that died may come back, in a process of its own, while the others go on."""
+        return self.name == "server" and self.servers == 1
+
+    @property
     def last_ranks(self) -> str:
         """What the ranks that compute no gradients are, in words."""
         if self.name != "server":

@@ -4,7 +4,7 @@ a rank fails      the others get 1 s to end by themselves (each may be about to 
                   SIGKILL
 a first signal    is passed on to all ranks, which save and end; they have `grace_seconds`, unless one of them fails
 a second signal   SIGKILL to all, at once
-a signal kills    a rank that may be lost, as the worker of a parameter server: the others go on
+a signal kills    a rank that may be lost, as the worker of a parameter server: the others go on, and it may be started again
 only such are left  they get 15 s, then SIGKILL: one that was stopped would never end
 """
 
@@ -44,6 +44,10 @@ class RankProcesses:
         """The exit codes of ranks that have not failed."""
         self.may_be_lost = may_be_lost
         """How many of the first ranks the others go on without, where a signal killed them."""
+        self.revive: Callable[[int, str], RankProcess | None] = lambda rank, verdict: None
+        """Starts such a rank again, or does not; it is told what became of it."""
+        self._mourned: set[int] = set()
+        """The processes of such ranks that stay dead."""
         self.status = 0
         """The exit status for the command."""
         self.verdict = ""
@@ -70,7 +74,19 @@ class RankProcesses:
             if max(running) < self.may_be_lost:
                 self.wait(LOST_END_SECONDS)
                 self.kill()
+            else:
+                self._revive_lost()
             time.sleep(POLL_SECONDS)
+
+    def _revive_lost(self) -> None:
+        for rank, process in list(self.processes.items()):
+            code = process.poll()
+            if code is None or not self._is_lost(rank, code) or process.pid in self._mourned:
+                continue
+            self._mourned.add(process.pid)
+            new = self.revive(rank, verdict(f"rank {rank}", code)[1])
+            if new is not None:
+                self.processes[rank] = new
 
     def running(self) -> list[int]:
         """The ranks that are still running."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from widefield.comm.world import MAY_COME_BACK
 from widefield.refusal import REFUSED
 
 WHY = "WIDEFIELD_RESTARTED"
@@ -46,11 +47,16 @@ class Restarts:
 
     most: restarts in all.  failure_since: what the run's record says of the start at that time.time().
     starts: for a most of ranks, what to start on that many or fewer; None where nothing fits.
+    takes_back: whether a rank that the others go on without is started again by itself.
     """
 
-    def __init__(self, most: int, *, failure_since: Callable[[float], Failure], starts: Callable[[int], Again | None]) -> None:
-        self.most, self.count, self.why = most, 0, ""
-        """`why`: the failure before the current start, as a sentence."""
+    def __init__(
+        self, most: int, *, failure_since: Callable[[float], Failure], starts: Callable[[int], Again | None],
+        takes_back: bool = False,
+    ) -> None:  # fmt: skip
+        self.takes_back = takes_back
+        self.most, self.count, self.single, self.why = most, 0, 0, ""
+        """single: ranks that were started again by themselves.  why: the failure before the current start, as a sentence."""
         self.told = ""
         """What was decided last, as a sentence."""
         self._failure_since, self._starts = failure_since, starts
@@ -66,7 +72,7 @@ class Restarts:
         is_same, self._before = this == self._before, this
         if status == REFUSED and not failure.stepped:
             return self._ends("the same error would come again, so the run is not restarted")
-        if self.count == self.most:
+        if self.count + self.single >= self.most:
             return self._ends(f"the run was restarted {self.most} times, as --max-restarts allows")
         again = self._starts(ranks - 1 if is_same else ranks)
         if again is None and is_same:
@@ -78,6 +84,14 @@ class Restarts:
         self.told = f"restart {self.count} of {self.most}, on {_ranks(again.ranks)}, from the newest sound checkpoint"
         return again
 
+    def one(self, verdict: str) -> bool:
+        """Whether a rank that died, in words, is to be started again by itself, and the others go on; `told` says it."""
+        if self.count + self.single >= self.most:
+            return False
+        self.single += 1
+        self.told = f"{verdict}; it is started again ({self.count + self.single} of {self.most} restarts), and the others go on"
+        return True
+
     def _ends(self, told: str) -> None:
         self.told = told
 
@@ -85,7 +99,7 @@ class Restarts:
     def environment(self) -> dict[str, str]:
         """What the ranks of the current start are told."""
         numbers = {"TORCHELASTIC_RESTART_COUNT": str(self.count), "TORCHELASTIC_MAX_RESTARTS": str(self.most)}
-        return {**numbers, WHY: self.why}
+        return {**numbers, WHY: self.why, **({MAY_COME_BACK: "1"} if self.takes_back else {})}
 
 
 def restart_in_words(environment: Mapping[str, str]) -> str | None:

@@ -22,7 +22,8 @@ from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from widefield.launchers._forking import Forking
+from widefield.comm.world import CAME_BACK
+from widefield.launchers._forking import Forking, RankProcess
 from widefield.launchers._rank_processes import POLL_SECONDS, RankProcesses, name_of, verdict
 from widefield.launchers._restarting import Again, Restarts
 from widefield.launchers._scratch import OURS, remove_folders
@@ -127,8 +128,8 @@ def start(
     group = RankProcesses(run_id, grace_seconds, may_be_lost)
     with _signals_to(lambda number, frame: group.on_signal(number)):
         while True:
-            began, told = time.time(), restarts.environment if restarts else {}
-            _run(again, group, command, forked, told)
+            began = time.time()
+            _run(again, group, command, forked, restarts)
             if group.verdict:
                 print(f"widefield: {group.verdict}", file=sys.stderr, flush=True)
             if restarts is None or not group.verdict or group.received is not None:
@@ -142,21 +143,34 @@ def start(
                 return 128 + before.received if before.received == signal.SIGINT else TO_BE_CONTINUED
 
 
-def _run(what: Again, group: RankProcesses, command: list[str], forked: Forking | None, told: Mapping[str, str]) -> None:
-    """Start ranks and return when they have ended; `group` has how.  told: further environment variables."""
+def _run(
+    what: Again, group: RankProcesses, command: list[str], forked: Forking | None, restarts: Restarts | None
+) -> None:  # fmt: skip
+    """Start ranks and return when they have ended; `group` has how."""
     from widefield.comm.meeting import host_of_meeting
+
+    told = restarts.environment if restarts else {}
 
     if forked is not None and forked.poll() is not None and group.received is None and told:
         forked.renew()
     group.spared = forked.pid if forked else None
     store = host_of_meeting()  # it serves as long as it lives
     environments = [{**one, **told} for one in _environments(what.ranks, group.run_id, store.host, store.port)]
+    whole = [*command, *what.arguments]
+
+    def revive(rank: int, verdict: str) -> RankProcess | None:
+        if restarts is None or not restarts.takes_back or not restarts.one(verdict):
+            return None
+        print(f"widefield: {restarts.told}", file=sys.stderr, flush=True)
+        return Popen(whole, env={**os.environ, **environments[rank], CAME_BACK: "1"}, start_new_session=True)
+
+    group.revive = revive
     with environment_of_ranks(what.ranks):
         try:
             if forked:
                 _fork_each(forked, what.arguments, group, environments)
             else:
-                _start_each([*command, *what.arguments], group, environments)
+                _start_each(whole, group, environments)
             if not group.verdict:
                 group.watch()
         finally:
