@@ -1,4 +1,4 @@
-"""Servers, pairs and replicas whose ranks have a GPU: the numbers are those that the CPU computes from the same log, or by hand."""
+"""Servers, pairs and replicas whose ranks have a GPU: their numbers are the CPU's, from the same log or by hand."""
 
 from __future__ import annotations
 

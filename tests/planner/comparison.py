@@ -59,7 +59,10 @@ def emulated(case: Case) -> list[StepRecord] | str:
         config = case.config
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # of a real one that torch copies
-            return [emulated_step(config, ranks=case.ranks, rank=rank, given=case.given) for rank in range(case.ranks)]
+            return [
+                emulated_step(config, ranks=case.ranks, rank=rank, given=case.given, on_cpu=case.on_cpu)
+                for rank in range(case.ranks)
+            ]
     except (ValueError, NotImplementedError) as error:
         return str(error)
     finally:

@@ -13,10 +13,10 @@ LAST = "model.channels_last=true"
 _NETS: dict[str, tuple[Net, list[str]]] = {
     "resnet50": (Net("torchvision/resnet50", (3, 224, 224), batch=128), [LAST]),
     "resnet18": (Net("torchvision/resnet18", (3, 512, 512), batch=64), [LAST]),
-    "densenet": (Net("timm/densenet121", (3, 224, 224), batch=64), [LAST]),
-    "efficientnet": (Net("timm/efficientnet_b0", (3, 224, 224), batch=128), [LAST]),
-    "convnext": (Net("timm/convnext_tiny", (3, 224, 224), batch=64), [LAST]),
-    "vit": (Net("timm/vit_small_patch16_224", (3, 224, 224), batch=128), []),
+    "densenet": (Net("timm/densenet121", (3, 224, 224), batch=256), [LAST]),
+    "efficientnet": (Net("timm/efficientnet_b0", (3, 224, 224), batch=512), [LAST]),
+    "convnext": (Net("timm/convnext_tiny", (3, 224, 224), batch=256), [LAST]),
+    "vit": (Net("timm/vit_small_patch16_224", (3, 224, 224), batch=512), []),
     "vgg": (Net("torchvision/vgg11_bn", (3, 224, 224), batch=64), [LAST]),
     "unet": (Net("unet", (3, 1024, 1024), SEGMENTATION, {"widths": [32, 64, 128, 256]}, batch=2), [LAST]),
     "unet 3-D": (Net("unet", (1, 128, 128, 128), SEGMENTATION, {"widths": [16, 32, 64]}, batch=2), []),
@@ -41,6 +41,7 @@ class GpuCase:
 
     name: str
     ranks: int = 1
+    on_cpu: bool = False
 
     @property
     def config(self) -> RunConfig:

@@ -2,15 +2,19 @@
 
 import json
 import math
+import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from planner.recorded import Z, message, op, record, recorded, waited
 from torch import nn
 
+import widefield as wf
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes, convolution_form
 from widefield.planner.machines import cluster_of
@@ -25,6 +29,8 @@ from widefield.planner.machines.calibration import (
 )
 from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
 from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution
+from widefield.planner.machines.gpu_calls import gpu_function
+from widefield.planner.machines.own_kernels import OwnKernels
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import measure_signatures
 
@@ -277,6 +283,66 @@ def test_the_hosts_share_of_operations_and_messages_counts_on_a_cpu():
     step = step_time([record(events, ranks=2)], cluster_of("cpu:2", calibration=own))
     assert step.seconds == pytest.approx(1 + 10 + 100 + 1, rel=1e-6)
     assert step.parts["communication"] == pytest.approx(100, rel=1e-6)
+
+
+def test_the_maxima_of_a_pooling_lie_in_different_places():
+    images = (("tensor", (2, 3, size, size), (3 * size * size, size * size, size, 1), kind) for size, kind in (
+        (4, "float32"), (8, "float32"), (4, "int64"),
+    ))  # fmt: skip
+    grad, image, indices = images
+    pooled = (grad, image, (2, 2), (2, 2), (0, 0), (1, 1), False, indices)
+    call = call_of(("aten.max_pool2d_with_indices_backward.default", pooled, ()), CPU)
+    assert call is not None and call.args[-1].unique().tolist() == list(range(0, 64, 4))
+    assert (call() != 0).sum() == 2 * 3 * 16
+
+
+def test_what_a_gpu_runs_for_attention_and_batch_norm_is_what_was_recorded():
+    heads = [torch.rand(2, 3, 5, 4, dtype=torch.float64) for _ in range(4)]
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, sums = attention.default(*heads[:3])
+    function, args = gpu_function("aten._scaled_dot_product_flash_attention_for_cpu.default", (*heads[:3], 0.0, False))
+    torch.testing.assert_close(function(*args), out)
+    back = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    given = (heads[3], *heads[:3], out, sums, 0.0, False)
+    function, args = gpu_function(f"aten.{back}.default", given)
+    with torch.no_grad():
+        torch.testing.assert_close(function(*args), getattr(torch.ops.aten, back).default(*given))
+    image, ones = torch.rand(2, 3, 4, 4, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)
+    given = (image, image, ones.float(), None, None, ones, ones, True, 1e-5, [True, True, True])
+    _, args = gpu_function("aten.native_batch_norm_backward.default", given)
+    assert [one.dtype for one in args if isinstance(one, torch.Tensor)] == [torch.bfloat16] * 2 + [torch.float32] * 3
+    assert gpu_function("aten.relu.default", (image,)) is None
+
+
+def test_a_plans_own_kernels_are_timed_and_kept(tmp_path):
+    """Where the machines are this one, as it was measured; of others nothing is timed."""
+    known = calibration(host_seconds=1e-5)
+    known.conditions |= {"kind": "cpu", "threads": "1", "host": platform.node()}
+    path = calibration_path("cpu", 1)
+    write_calibration(known, path)
+    recipe = {"data": {"name": "digits"}, "model": {"name": "resnet", "options": {"widths": [4], "blocks": 1}}}
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        before = wf.plan(recipe, cluster="cpu:1", seconds=1, scales=False)
+        assert not read_calibration(path).kernels and before.best.extrapolated
+        found = wf.plan(recipe, cluster="cpu:1", seconds=1, scales=False, kernel_seconds=30)
+        assert read_calibration(path).kernels and not [one for one in found.best.extrapolated if "convolution" in one]
+        known.conditions["host"] = "another"
+        write_calibration(known, path)
+        wf.plan(recipe, cluster="cpu:1", seconds=1, scales=False, kernel_seconds=30)
+        assert not read_calibration(path).kernels
+
+
+def test_kernels_that_would_fill_the_machine_are_not_timed():
+    known = calibration()
+    known.conditions |= {"kind": "cpu", "threads": "1", "host": platform.node()}
+    step, _ = recorded(small_net(), torch.rand(2, 3, 16, 16))
+    most = max(event.bytes_read + event.bytes_written for event in step.operations)
+    cluster = cluster_of("cpu:1", calibration=known)
+    kernels = OwnKernels(replace(cluster, device=replace(cluster.device, memory_bytes=4 * most)), seconds=30)
+    kernels.measure([step])
+    large = [event for event in step.operations if event.bytes_read + event.bytes_written > most / 2]
+    assert known.kernels and large and not {event.signature for event in large} & known.kernels.keys()
+    assert kernels.left < 30 and kernels.added == len(known.kernels)
 
 
 def test_what_is_measured_of_the_host_is_in_microseconds():

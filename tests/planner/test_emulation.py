@@ -103,13 +103,13 @@ def test_results_made_from_descriptions_are_those_of_torch(plan, monkeypatch):
 
 
 def test_an_image_twice_as_high_takes_twice_the_activations():
-    small, large = record(kernels=False), record(kernels=False, image=(3, 64, 32))
+    small, large = record(on_cpu=False), record(on_cpu=False, image=(3, 64, 32))
     one, two = (sum(e.bytes_written for e in step.operations if e.phase == "forward") for step in (small, large))
     assert 1.9 < two / one <= 2.0
 
 
 def test_ranks_of_tiles_hold_what_their_tiles_have():
-    wide = {"kernels": False, "batch": 1, "image": (3, 256, 64)}
+    wide = {"on_cpu": False, "batch": 1, "image": (3, 256, 64)}
     whole = record(**wide)
     tiles = [record("mesh.space=[2,1]", ranks=2, rank=rank, **wide) for rank in (0, 1)]
     written = [sum(e.bytes_written for e in step.operations if e.phase == "forward") for step in (whole, *tiles)]
@@ -119,7 +119,7 @@ def test_ranks_of_tiles_hold_what_their_tiles_have():
 def test_ranks_compare_generators_before_a_draw_on_tiles():
     def sent(layer: nn.Module) -> list:
         net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-        step = record("mesh.space=[2,1]", ranks=2, kernels=False, given=given_model(net))
+        step = record("mesh.space=[2,1]", ranks=2, on_cpu=False, given=given_model(net))
         return [(message.kind, message.bytes) for message in step.messages]
 
     drawing, plain = sent(nn.Dropout(0.5)), sent(nn.Identity())
@@ -131,14 +131,14 @@ def test_copies_of_a_model_that_draws_share_its_batch():
 
     def drawn(layer: nn.Module) -> list[tuple[int, ...]]:
         net = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-        step = record("mesh.replicate=2", ranks=2, kernels=False, given=given_model(net))
+        step = record("mesh.replicate=2", ranks=2, on_cpu=False, given=given_model(net))
         return [event.signature[1][0][1] for event in step.operations if "bernoulli" in event.name]
 
     assert drawn(nn.Dropout(0.5)) == [(4, 4, 30, 30)] and drawn(nn.Identity()) == []
 
 
 def test_an_uneven_batch_gives_ranks_their_own_samples():
-    sizes = [record(ranks=2, rank=rank, batch=5, kernels=False).parts["inputs"] for rank in (0, 1)]
+    sizes = [record(ranks=2, rank=rank, batch=5, on_cpu=False).parts["inputs"] for rank in (0, 1)]
     assert sizes[0] > sizes[1]
 
 
@@ -223,6 +223,6 @@ def test_data_that_cannot_be_is_refused(given, problem):
 
 
 def test_a_compiled_model_is_planned_uncompiled_and_says_so():
-    assert record("model.compile=true", kernels=False).assumed == [
+    assert record("model.compile=true", on_cpu=False).assumed == [
         "model.compile=true is planned as false: what a compiler fuses is not known"
     ]

@@ -1,5 +1,6 @@
 """The clock of a step: against arithmetic by hand, and against published measurements."""
 
+import sys
 import time
 
 import pytest
@@ -12,13 +13,16 @@ from widefield.planner.machines import cluster_of
 from widefield.planner.machines.link import Link
 from widefield.planner.step_record import StepRecord, WaitEvent
 
+MODULE = sys.modules["widefield.planner.cost.step_time"]
 GB = 10**9
 """Of reads and writes: long enough that no launch counts."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured(tmp_path, monkeypatch):
+    """Nor does a GPU wait for the host between steps, but in the test of that: times are reckoned by hand."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(MODULE, "READING_OPERATIONS", 0)
 
 
 def seconds_of(size: int, cluster) -> float:
@@ -37,6 +41,19 @@ def test_operations_follow_each_other():
     assert step.samples_per_second == pytest.approx(8 / step.seconds)
     assert step.low_seconds < step.seconds < step.high_seconds
     assert step.extrapolated == ["aten.relu.default"] and step.sources == {"roofline": 1.0}
+
+
+def test_a_gpu_waits_once_a_step_for_the_host_and_a_cpu_is_the_host(monkeypatch):
+    for name, operations in (("A100", 7), ("cpu:1", 0)):
+        cluster = cluster_of(name)
+        monkeypatch.setattr(MODULE, "READING_OPERATIONS", 0)
+        without = step_time([record([op(size=GB)])], cluster)
+        monkeypatch.setattr(MODULE, "READING_OPERATIONS", 7)
+        step = step_time([record([op(size=GB)])], cluster)
+        waits = step.seconds - without.seconds
+        assert waits == pytest.approx(operations * cluster.device.launch_seconds, abs=1e-12)
+        assert step.parts["optimizer"] - without.parts["optimizer"] == pytest.approx(waits, abs=1e-12)
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
 
 
 def test_small_kernels_wait_for_their_launch():

@@ -113,6 +113,7 @@ class TruthCase:
     net: str
     plan: str
     optimizer: str
+    on_cpu: bool = True
 
     def __str__(self) -> str:
         return f"{self.net}, {self.plan}, {self.optimizer}"

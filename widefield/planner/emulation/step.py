@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 
@@ -17,6 +17,7 @@ from widefield.config import RunConfig
 from widefield.data.batch import Batch
 from widefield.data.order import Steps, TrainSampler
 from widefield.geometry.box import enlarged, slices
+from widefield.planner.emulation.gpu_autocast import GpuAutocast
 from widefield.planner.emulation.recording import Recording
 from widefield.planner.emulation.stand_in import StandIn
 from widefield.planner.emulation.values import Emulation, emulated
@@ -36,11 +37,12 @@ WARM_STEPS = 1
 """Steps before the recorded one: the first makes the optimizer's states, buckets and captures."""
 
 
-def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernels: bool = True) -> StepRecord:
+def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, on_cpu: bool = True) -> StepRecord:
     """What rank `rank` of `ranks` does in a training step of a config, once the optimizer's states exist.
 
     given: objects in place of the config's, see `stand_in_data`.  torch's, NumPy's and Python's generators stay as they are.
-    kernels: count what the CPU's kernels hold for themselves, for which small ones are run; a GPU's kernels hold other memory.
+    on_cpu: count what the CPU's kernels hold for themselves, for which small ones are run, and cast as its autocast does.
+        False: the step of a GPU, whose kernels hold other memory and whose autocast has more in float32.
     ValueError, NotImplementedError: the plan cannot run, in the words of the strategy that refuses it.
     CannotEmulate: the step depends on numbers that only data has.
     RuntimeError: torch.distributed is initialized in this process.
@@ -48,8 +50,8 @@ def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given 
     plan = plan_of(config, ranks)
     check(plan, ranks=ranks, samples_per_step=config.data.batch)
     check_steps_together(plan, "planned are steps that all ranks make together")
-    recording = Recording(rank, ranks, kernels=kernels)
-    with _generators_kept(), planned_world(recording):
+    recording = Recording(rank, ranks, kernels=on_cpu)
+    with _generators_kept(), planned_world(recording), nullcontext() if on_cpu else GpuAutocast():
         if config.model.compile:
             recording.assumed["model.compile=true is planned as false: what a compiler fuses is not known"] = None
             config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})

@@ -52,7 +52,7 @@ def _asks_of_ranks() -> bool:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("torch.", __name__)):
+        if not name.startswith(("torch.", f"{__name__.rpartition('.')[0]}.")):
             return is_of_engine(name)
         frame = frame.f_back
     return False

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from widefield.planner.machines.gpu_calls import gpu_function
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -36,14 +38,13 @@ class Call:
 def call_of(signature: Hashable, device: torch.device) -> Call | None:
     """The call, with new tensors of random numbers on `device`; None: the signature is not one that can be rebuilt."""
     try:
-        name, args, pairs = _parts(signature)
-        function = operation(name)
-        kwargs = dict(pairs)
-        return Call(
-            function,
-            tuple(_value(one, device) for one in args),
-            {key: _value(one, device) for key, one in kwargs.items()},
-        )
+        name, described, pairs = _parts(signature)
+        args = tuple(_value(one, device) for one in described)
+        if "max_pool" in name and "backward" in name:
+            _spread(args[-1], args[1])
+        if device.type == "cuda" and (other := gpu_function(name, args)) is not None:
+            return Call(*other, {})
+        return Call(operation(name), args, {key: _value(one, device) for key, one in pairs})
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return None
 
@@ -83,6 +84,13 @@ def _tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     if dtype.is_floating_point:
         return _filled(tensor)
     return tensor.zero_()
+
+
+def _spread(indices: Tensor, image: Tensor) -> None:
+    """Where a pooling finds its maxima: each in another place of the image, as on data; gradients of one place would wait."""
+    pixels, found = image.shape[2:].numel(), indices.shape[2:].numel()
+    places = torch.arange(found, device=indices.device) * pixels // max(1, found)
+    indices.copy_(places.view(indices.shape[2:]).expand(indices.shape))
 
 
 def _filled(tensor: Tensor) -> Tensor:

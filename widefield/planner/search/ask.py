@@ -16,6 +16,7 @@ from widefield.data.loader import reader_of
 from widefield.data.order import Key
 from widefield.planner.emulation import stand_in_data
 from widefield.planner.machines import Cluster, cluster_of
+from widefield.planner.machines.own_kernels import OwnKernels, is_here
 from widefield.planner.search.answer import PlanAnswer, answer
 from widefield.planner.search.backwards import Reply, cheapest, fewest_devices, largest_batch, largest_image
 from widefield.planner.search.pricing import Pricing
@@ -38,6 +39,8 @@ class PlanRequest:
     task: what stand-in images are for; None: what the model is for.
     largest, fewest, dollars_per_hour: further questions; the price is one device's.
     seconds: for the search.  scales: price the best plan on other numbers of devices too.
+    kernel_seconds: further ones, for timing the kernels of the plans on this machine, if `cluster` names it and it was
+        measured; they are kept in the user's cache with the rest.
     given: objects in place of what the recipe names.
     """
 
@@ -53,6 +56,7 @@ class PlanRequest:
     fewest: bool = False
     dollars_per_hour: float | None = None
     seconds: float = SECONDS
+    kernel_seconds: float = 0.0
     scales: bool = True
     trust: bool = False
     given: Given = NOTHING
@@ -65,7 +69,11 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     be emulated, which says what to do instead.
     """
     subject = subject_of(request)
-    pricing, image = subject.pricing, subject.image
+    pricing, image, seconds = subject.pricing, subject.image, request.seconds
+    kernels = None
+    if request.kernel_seconds > 0 and is_here(pricing.cluster):
+        kernels = OwnKernels(pricing.cluster, seconds=request.kernel_seconds)
+        pricing, seconds = replace(pricing, measure=kernels.measure), seconds + request.kernel_seconds
 
     def of_pixels(pixels: tuple[int, ...]) -> Pricing:
         shape, config = (image[0], *pixels), pricing.config
@@ -73,9 +81,11 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         return Pricing(config, pricing.cluster, given, tally=pricing.tally)
 
     questions = _questions(request, of_pixels, tuple(image[1:]))
-    return answer(
-        pricing, image, data=subject.data, seconds=request.seconds, questions=questions, scales=request.scales, say=say
-    )  # fmt: skip
+    try:
+        return answer(pricing, image, data=subject.data, seconds=seconds, questions=questions, scales=request.scales, say=say)
+    finally:
+        if kernels is not None:
+            kernels.keep()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Emulate(Protocol):
     """As emulation.emulated_step."""
 
     def __call__(
-        self, config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernels: bool = True
+        self, config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, on_cpu: bool = True
     ) -> StepRecord: ...
 
 
@@ -46,6 +46,7 @@ class Pricing:
     """Makes estimates for one model and its images on a cluster.
 
     config: the recipe.  given: objects in place of what it names, such as stand-in data.
+    measure: gets the records of a layout before its time is reckoned, to time their kernels on this machine; None: no.
     emulate, memory_of, time_of: replaced in tests.
     A copy with another cluster or batch shares what was emulated, and the tally.
     """
@@ -53,6 +54,7 @@ class Pricing:
     config: RunConfig
     cluster: Cluster
     given: Given = NOTHING
+    measure: Callable[[Sequence[StepRecord]], None] | None = None
     emulate: Emulate = emulated_step
     memory_of: Callable[..., Any] = device_memory
     time_of: Callable[..., Any] = step_time
@@ -83,7 +85,7 @@ class Pricing:
             started = time.perf_counter()
             try:
                 self._records[key] = self.emulate(
-                    config, ranks=world.small.ranks, rank=rank, given=self.given, kernels=self.cluster.device.is_cpu
+                    config, ranks=world.small.ranks, rank=rank, given=self.given, on_cpu=self.cluster.device.is_cpu
                 )
             finally:
                 self.tally.emulations += 1
@@ -122,6 +124,8 @@ class Pricing:
 
     def _priced(self, layout: RunLayout, classes: Sequence[RankClass], records: Sequence[StepRecord]) -> PlanEstimate:
         memory = tuple(self._memory(one, record) for one, record in zip(classes, records, strict=True))
+        if self.measure is not None:
+            self.measure(records)
         found = self.time_of(records, self.cluster, precision=self.config.precision)
         assumed = [text for one in (*records, *memory) for text in one.assumed]
         largest = max(records, key=lambda record: sum(message.bytes for message in record.messages))
@@ -152,6 +156,8 @@ class Pricing:
             raise
         except (ValueError, NotImplementedError):
             return None
+        if self.measure is not None:
+            self.measure([record])
         return record, self.time_of([record], self.cluster, precision=self.config.precision).seconds
 
 
