@@ -76,3 +76,52 @@ class Slow(Plain):
         if self.training:
             time.sleep(0.02)
         return super().forward(x)
+
+
+class CountSamples(torch.autograd.Function):
+    """Adds nothing to `x`; the gradient of `counts` is 1, times the share of the batch that a pass has: see Counting."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: Tensor) -> Tensor:
+        ctx.numel = counts.numel()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(ctx.numel, dtype=gradient.dtype)
+
+
+class Counting(Plain):
+    """Each update takes its rate from `counts`, whatever the weights are: so they say which updates the weights have had."""
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes)
+        self.counts = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(0.02)
+        return CountSamples.apply(super().forward(x), self.counts)
+
+
+class KilledAfterUpdate(Counting):
+    """Rank 0 is killed after its third update of shared weights, before it writes that it has ended, or tells of it.
+
+    WIDEFIELD_TEST_KILLED=begun: before it writes.  ended: after.
+    """
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes)
+        if os.environ.get("RANK") == "0":
+            from widefield.asynchrony.shared_memory import Cell
+
+            real, ends = Cell.end, [0]
+
+            def end(cell: Cell) -> None:
+                ends[0] += 1
+                if ends[0] < 3 or os.environ["WIDEFIELD_TEST_KILLED"] == "ended":
+                    real(cell)
+                if ends[0] == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            Cell.end = end

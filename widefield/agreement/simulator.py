@@ -127,8 +127,8 @@ def replay(
     """
     if not log.exact:
         raise ValueError(
-            f"the log is of a run in which {log.workers} workers changed shared weights without locks, and who wrote which number "
-            "first stands nowhere, so it cannot be computed again; replay a log of one worker, or of kind=asynchronous"
+            f"the log is of a run in which {log.workers} workers changed shared weights without locks, and who wrote which "
+            "number first stands nowhere, so it cannot be computed again; replay a log of one worker, or of kind=asynchronous"
         )
     if log.algorithm != in_words(algorithm):
         raise ValueError(f"the log is of {log.algorithm}, and the algorithm is {in_words(algorithm)}; replay it with the same")

@@ -167,3 +167,8 @@ def ways_named(name: str) -> list[AgreementOption]:
             f"--agreement {name} is no way to agree{did_you_mean(name, ['all', *WAYS])} There are: all, {', '.join(WAYS)}."
         )
     return [WAYS[name]]
+
+
+def notes_of(ways: Sequence[AgreementOption]) -> list[str]:
+    """What the figures of some ways take for granted, a sentence each."""
+    return ["hogwild is for workers on one machine, whose memory they share"] * (WAYS["hogwild"] in ways)
