@@ -7,6 +7,7 @@ import signal
 import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.comm.requests import Message
@@ -79,7 +80,7 @@ class Slow(Plain):
 
 
 class CountSamples(torch.autograd.Function):
-    """Adds nothing to `x`; the gradient of `counts` is 1, times the share of the batch that a pass has: see Counting."""
+    """Adds nothing to `x`; the gradient of `counts` is 1, whatever that of `x` is."""
 
     @staticmethod
     def forward(ctx, x: Tensor, counts: Tensor) -> Tensor:
@@ -92,16 +93,20 @@ class CountSamples(torch.autograd.Function):
 
 
 class Counting(Plain):
-    """Each update takes its rate from `counts`, whatever the weights are: so they say which updates the weights have had."""
+    """Each update takes its rate from a number of this rank's, whatever the weights are.
+
+    So these numbers say which updates the weights have had.  Others have no gradient here, so that no two ranks write one.
+    """
 
     def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
         super().__init__(in_channels, num_classes)
-        self.counts = nn.Parameter(torch.zeros(3))
+        self.counts = nn.ParameterList(torch.zeros(1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             time.sleep(0.02)
-        return CountSamples.apply(super().forward(x), self.counts)
+        x = super().forward(x)
+        return CountSamples.apply(x, self.counts[dist.get_rank()]) if self.training else x
 
 
 class KilledAfterUpdate(Counting):

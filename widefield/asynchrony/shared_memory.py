@@ -109,7 +109,8 @@ class SharedMemory:
 
     def __init__(self, file: int, layout: Layout, address: tuple[int, int, int, int]) -> None:
         """OSError: it cannot be mapped."""
-        memory = mmap.mmap(file, layout.nbytes)
+        # its pages are here before anybody writes: a fault between reading and writing a number is time for others to write it
+        memory = mmap.mmap(file, layout.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.address, self.layout = address, layout
         self.mark = torch.frombuffer(memory, dtype=torch.int64, count=1)
         self.state = torch.frombuffer(memory, dtype=layout.dtype, count=layout.values, offset=LINE)
