@@ -28,7 +28,7 @@ from widefield.asynchrony import checks, hogwild_weights, hogwild_worker, shared
 from widefield.asynchrony.checks import check_recipe, server_in_words
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.messages import WorkersGradient
-from widefield.asynchrony.shared_memory import BEGUN, ENDED, IDLE, Layout, made_memory, opened_memory
+from widefield.asynchrony.shared_memory import BEGUN, ENDED, IDLE, SharedLayout, made_memory, opened_memory
 from widefield.plans import plan_of
 from widefield.run import train
 
@@ -202,6 +202,7 @@ def test_a_worker_that_is_killed_before_it_tells_of_its_update_has_made_it(tmp_p
     assert counted_samples(tmp_path / "run") == pytest.approx(8 * 36, rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_code")
 def test_nothing_is_left_where_all_are_killed(tmp_path):
     before = set(SHM.iterdir())
@@ -325,7 +326,7 @@ def test_the_plan_says_what_is_done():
 
 def test_what_one_writes_another_reads_and_other_memory_is_refused():
     flat = FlatModel(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).double())
-    layout = Layout.of(flat, 3)
+    layout = SharedLayout.of(flat, 3)
     made = made_memory(layout)
     opened = opened_memory(made.address, layout)
     made.state.copy_(torch.arange(float(layout.values)))
@@ -358,8 +359,8 @@ def test_what_one_writes_another_reads_and_other_memory_is_refused():
 
 
 def test_a_worker_that_was_taken_for_dead_changes_nothing_when_it_wakes(monkeypatch):
-    weights = object.__new__(hogwild_weights.SharedWeights)
-    layout = Layout.of(FlatModel(Plain()), 2)
+    weights = object.__new__(hogwild_weights.HogwildWeights)
+    layout = SharedLayout.of(FlatModel(Plain()), 2)
     weights.memory = memory = made_memory(layout)
     assert weights.unheard(0, [(3, 1)]) is None and memory.cells[0].is_struck  # it has begun nothing
     gradient = WorkersGradient((3, 1), torch.zeros(0), torch.zeros(0), frozenset(), 1.0, 4.0, 0.1)

@@ -14,7 +14,7 @@ from widefield.agreement.serving import Share
 from widefield.asynchrony.further_servers import FurtherServers
 from widefield.asynchrony.held_weights import Update
 from widefield.asynchrony.messages import GIVE, WHERE, WorkersGradient
-from widefield.asynchrony.shared_memory import BEGUN, IDLE, Layout, made_memory
+from widefield.asynchrony.shared_memory import BEGUN, IDLE, SharedLayout, made_memory
 from widefield.asynchrony.weights import Arrived, ServedWeights
 from widefield.comm.requests import Message
 from widefield.config.agreement import AgreementConfig
@@ -24,17 +24,17 @@ from widefield.training.loop import Learner
 def weights_of(learner: Learner, asked: AgreementConfig, further: FurtherServers | None, *, workers: int) -> ServedWeights:
     """Those of the kind of server that is asked for."""
     if asked.kind == "hogwild":
-        return SharedWeights(learner, asked, workers=workers)
+        return HogwildWeights(learner, asked, workers=workers)
     return ServedWeights(learner, asked, further)
 
 
-class SharedWeights(ServedWeights):
+class HogwildWeights(ServedWeights):
     """A version counts the updates that this rank has heard of, so staleness is in these."""
 
     def __init__(self, learner: Learner, asked: AgreementConfig, *, workers: int) -> None:
         """ValueError: the machine has no memory for it."""
         super().__init__(learner, asked)
-        self.memory = made_memory(Layout.of(self.whole, workers))
+        self.memory = made_memory(SharedLayout.of(self.whole, workers))
         self.memory.state.copy_(self.whole.state())
         learner.optimizer.state.clear()  # of a run with another optimizer that goes on as this one; nobody steps it
 

@@ -15,7 +15,7 @@ from widefield.asynchrony.asking import asked_of, failure_is_told
 from widefield.asynchrony.held_weights import HeldWeights, Update, clip_scale
 from widefield.asynchrony.messages import ASK, GIVE, HELLO, PUSH, WHERE, WorkersGradient, check_finite
 from widefield.asynchrony.server_links import Channel
-from widefield.asynchrony.shared_memory import Layout, SharedMemory, opened_memory
+from widefield.asynchrony.shared_memory import SharedLayout, SharedMemory, opened_memory
 from widefield.asynchrony.weight_parts import WeightPart
 from widefield.asynchrony.worker import Worker, ended
 from widefield.comm.mesh import Mesh
@@ -29,7 +29,7 @@ class HogwildWorker(Worker):
 
     def __init__(self, config: RunConfig, alone: Mesh, *, number: int, workers: int) -> None:
         super().__init__(config, alone, number=number, workers=workers)
-        self._layout, self._clip = Layout.of(self.flat, workers), config.optimizer.clip_norm
+        self._layout, self._clip = SharedLayout.of(self.flat, workers), config.optimizer.clip_norm
         self.memory: SharedMemory | None = None
         self.held: HeldWeights | None = None
 

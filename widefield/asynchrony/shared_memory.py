@@ -30,7 +30,7 @@ IDLE, BEGUN, ENDED = range(3)
 
 
 @dataclass(frozen=True)
-class Layout:
+class SharedLayout:
     """What lies where: a mark, the flat state, and the workers' cells.  values: of a state.  statistics: its last ones."""
 
     values: int
@@ -39,7 +39,7 @@ class Layout:
     workers: int
 
     @classmethod
-    def of(cls, flat: FlatModel, workers: int) -> Layout:
+    def of(cls, flat: FlatModel, workers: int) -> SharedLayout:
         return cls(flat.of_state, flat.of_push - flat.numel, flat.dtype, workers)
 
     @property
@@ -62,7 +62,7 @@ def _whole_lines(nbytes: int) -> int:
 class Cell:
     """Of one worker, which writes all of it but `strike`."""
 
-    def __init__(self, memory: mmap.mmap, start: int, layout: Layout) -> None:
+    def __init__(self, memory: mmap.mmap, start: int, layout: SharedLayout) -> None:
         self._ints = torch.frombuffer(memory, dtype=torch.int64, count=LINE // 8, offset=start)
         self._floats = torch.frombuffer(memory, dtype=torch.float64, count=3, offset=start + LINE)
         self._change = torch.zeros(0, dtype=layout.dtype)
@@ -107,7 +107,7 @@ class SharedMemory:
     address: (process, file, bytes, mark), by which another rank finds it.
     """
 
-    def __init__(self, file: int, layout: Layout, address: tuple[int, int, int, int]) -> None:
+    def __init__(self, file: int, layout: SharedLayout, address: tuple[int, int, int, int]) -> None:
         """OSError: it cannot be mapped."""
         # its pages are here before anybody writes: a fault between reading and writing a number is time for others to write it
         memory = mmap.mmap(file, layout.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -128,7 +128,7 @@ class SharedMemory:
         self.address = (self.address[0], -1, *self.address[2:])
 
 
-def made_memory(layout: Layout) -> SharedMemory:
+def made_memory(layout: SharedLayout) -> SharedMemory:
     """New memory, of zeros.  ValueError: the machine has none, or does not let this process have it."""
     file = -1
     try:
@@ -147,7 +147,7 @@ def made_memory(layout: Layout) -> SharedMemory:
     return memory
 
 
-def opened_memory(address: tuple[int, ...], layout: Layout) -> SharedMemory:
+def opened_memory(address: tuple[int, ...], layout: SharedLayout) -> SharedMemory:
     """The memory that another rank made.  ValueError: this process cannot have it, or it is of another model."""
     process, file, nbytes, mark = address
     if nbytes != layout.nbytes:
