@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.comm.requests import Message
@@ -96,3 +97,56 @@ class WaitsForReturn(Slow):
             if self.passes >= 8 and not returned.exists():
                 time.sleep(0.7)
         return super().forward(x)
+
+
+class CountSamples(torch.autograd.Function):
+    """Adds nothing to `x`; the gradient of `counts` is 1, whatever that of `x` is."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: Tensor) -> Tensor:
+        ctx.numel = counts.numel()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(ctx.numel, dtype=gradient.dtype)
+
+
+class Counting(Plain):
+    """Each update takes its rate from a number of this rank's, whatever the weights are.
+
+    So these numbers say which updates the weights have had.  Others have no gradient here, so that no two ranks write one.
+    """
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes)
+        self.counts = nn.ParameterList(torch.zeros(1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(0.02)
+        x = super().forward(x)
+        return CountSamples.apply(x, self.counts[dist.get_rank()]) if self.training else x
+
+
+class KilledAfterUpdate(Counting):
+    """Rank 0 is killed after its third update of shared weights, before it writes that it has ended, or tells of it.
+
+    WIDEFIELD_TEST_KILLED=begun: before it writes.  ended: after.
+    """
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes)
+        if os.environ.get("RANK") == "0":
+            from widefield.asynchrony.shared_memory import Cell
+
+            real, ends = Cell.end, [0]
+
+            def end(cell: Cell) -> None:
+                ends[0] += 1
+                if ends[0] < 3 or os.environ["WIDEFIELD_TEST_KILLED"] == "ended":
+                    real(cell)
+                if ends[0] == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            Cell.end = end

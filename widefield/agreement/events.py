@@ -82,7 +82,7 @@ class EventLog:
     """All events in the order in which they happen, and of what run.
 
     algorithm: how workers agree, in words; a log is replayed with the same.  numel: how many weights.  seconds: when the run
-    ended.
+    ended.  exact: whether the events say all that the weights depend on.
     """
 
     algorithm: str
@@ -92,6 +92,7 @@ class EventLog:
     numel: int
     seconds: float
     events: tuple[Event, ...]
+    exact: bool = True
 
     def to_text(self) -> str:
         """A header and a line per event, in JSON."""

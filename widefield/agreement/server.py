@@ -260,12 +260,11 @@ class ParameterServer:
             raise ValueError(
                 f"a server of the kind {self.kind} compensates no delay; leave compensation out, or take asynchronous"
             )
-        if self.kind == "hogwild" and (self.descent.momentum or self.descent.kind != "sgd" or self.descent.weight_decay):
+        if self.kind == "hogwild" and (self.descent.momentum or self.descent.kind != "sgd"):
             raise ValueError(
-                "Hogwild adds a gradient times the learning rate to shared memory, and has no place for momentum, weight "
-                "decay or AdamW; take plain SGD, or a server"
+                "Hogwild subtracts a gradient times the learning rate from shared memory, and has no place for momentum or "
+                "AdamW; take plain SGD, or a server"
             )
-
         if self.compression is not None:
             self._refuse_compression()
 

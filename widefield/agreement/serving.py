@@ -110,7 +110,7 @@ class Serving(Generic[Gradient]):
         self.held: list[Pushed[Gradient]] = []
         self.late: dict[int, Share] = {}
         """By worker, the share that it still computes and that was taken from it."""
-        self._begin_together = algorithm.bound is not None
+        self._begin_together = algorithm.bound is not None or algorithm.kind == "hogwild"
         self._step = shares.step
         self._readings = dict.fromkeys(workers, 0)
         for worker in workers:

@@ -123,8 +123,13 @@ def replay(
     """Compute a run from its log: the same bits as when it was simulated.
 
     until_loss: end with the first point at which the loss is that or less; the run's log ends there too.
-    ValueError: the log is of another algorithm, or of another objective's size.
+    ValueError: the log is of another algorithm, or of another objective's size, or does not say enough.
     """
+    if not log.exact:
+        raise ValueError(
+            f"the log is of a run in which {log.workers} workers changed shared weights without locks, and who wrote which "
+            "number first stands nowhere, so it cannot be computed again; replay a log of one worker, or of kind=asynchronous"
+        )
     if log.algorithm != in_words(algorithm):
         raise ValueError(f"the log is of {log.algorithm}, and the algorithm is {in_words(algorithm)}; replay it with the same")
     if (log.num_samples, log.numel) != (objective.num_samples, objective.start.numel()):

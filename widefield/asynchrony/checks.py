@@ -6,6 +6,8 @@ import os
 
 from torch import nn
 
+from widefield.comm.mesh import AgreedError, Mesh
+from widefield.comm.roll_call import machine
 from widefield.config import GuardConfig, RunConfig
 from widefield.plans import Plan
 from widefield.private_torch.modules import BatchNorm
@@ -18,7 +20,8 @@ def check_recipe(config: RunConfig, given: Given = NOTHING) -> None:
     """ValueError: what the recipe asks for is for ranks that step together."""
     if config.agreement.has_server:
         name = f"agreement={config.agreement.name}"
-        for problem in (_of_data(config, name), _of_steps(config, name), _of_guard(config, name), _of_objects(given, name)):
+        problems = (_of_data, _of_steps, _of_guard, _of_hogwild)
+        for problem in (*(find(config, name) for find in problems), _of_objects(given, name)):
             if problem is not None:
                 raise ValueError(problem)
 
@@ -80,6 +83,47 @@ def _of_guard(config: RunConfig, name: str) -> str | None:
     return None
 
 
+def _of_hogwild(config: RunConfig, name: str) -> str | None:
+    """Workers change shared weights by themselves, so that nothing may be kept from one update to the next."""
+    optimizer = config.optimizer
+    if config.agreement.kind != "hogwild":
+        return None
+    instead = "or set agreement.kind=asynchronous, whose server keeps it"
+    if optimizer.name != "sgd":
+        return (
+            f"optimizer.name={optimizer.name} keeps something of earlier gradients and {name} with kind=hogwild has nobody who "
+            f"would: workers subtract from shared weights; set optimizer.name=sgd and optimizer.momentum=0, {instead}"
+        )
+    momentum = optimizer.options.get("momentum", optimizer.momentum)
+    if momentum or optimizer.nesterov:
+        also = " and optimizer.nesterov=true" if optimizer.nesterov else ""
+        return (
+            f"optimizer.momentum={momentum}{also} keeps a mean of earlier gradients and {name} with kind=hogwild has nobody "
+            f"who would: workers subtract from shared weights; set optimizer.momentum=0 and leave nesterov out, {instead}"
+        )
+    if not hasattr(os, "memfd_create"):
+        return (
+            f"{name} with kind=hogwild needs memory of the kernel that ranks share, by memfd_create, and this system has none; "
+            "run it on Linux, or set agreement.kind=asynchronous"
+        )
+    return None
+
+
+def check_machines(plan: Plan, mesh: Mesh) -> None:
+    """AgreedError: workers and server of Hogwild share memory, and not all ranks are on one machine.  Every rank calls it."""
+    if plan.agreement.kind != "hogwild":
+        return
+    ranks = dict[str, list[int]]()
+    for rank, where in enumerate(mesh.gather_objects(machine())):
+        ranks.setdefault(where, []).append(rank)
+    if len(ranks) > 1:
+        each = "; ".join(f"{', '.join(map(str, those))} on {where.split()[0]}" for where, those in ranks.items())
+        raise AgreedError(
+            f"agreement.kind=hogwild has all ranks change weights in one machine's memory, and the {mesh.size} ranks are on "
+            f"{len(ranks)} machines (or containers): ranks {each}. Start all of them on one, or set agreement.kind=asynchronous"
+        )
+
+
 def _of_objects(given: Given, name: str) -> str | None:
     if given != NOTHING:
         return (
@@ -97,6 +141,11 @@ def server_in_words(plan: Plan) -> str:
             f"agreement=ad_psgd: {plan.workers} workers train by themselves and average in pairs, each before a step of its "
             f"own; rank {plan.workers} keeps the account of samples, evaluates and saves their mean; these are not one "
             "device's numbers"
+        )
+    if asked.kind == "hogwild":
+        return (
+            f"agreement=server, hogwild: {plan.workers} workers read and change weights in memory that they share with "
+            f"rank {plan.workers}, without locks; it hands out samples, evaluates and saves; these are not one device's numbers"
         )
     options = [f"{name} {getattr(asked, name)}" for name in ("bound", "max_staleness", "compensation", "compression")
                if getattr(asked, name) is not None]  # fmt: skip

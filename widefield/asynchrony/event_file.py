@@ -33,7 +33,8 @@ class EventFile:
         """The number of the next one."""
         self.before = before
         self._began = time.monotonic() - (before[-1].time if before else 0.0)
-        _write(path, dataclasses.replace(log, workers=workers, events=tuple(before)))
+        exact = log.exact and (not before or _is_exact(path))
+        _write(path, dataclasses.replace(log, workers=workers, events=tuple(before), exact=exact))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, *workers: int, **further: object) -> None:
@@ -54,6 +55,11 @@ class EventFile:
         self._file.close()
         header, _, events = self.path.read_text(encoding="utf-8").partition("\n")
         _replace(self.path, json.dumps(json.loads(header) | {"seconds": self.now}) + "\n" + events)
+
+
+def _is_exact(path: Path) -> bool:
+    with path.open(encoding="utf-8") as file:
+        return bool(json.loads(file.readline()).get("exact", True))
 
 
 def _events_until(path: Path, samples: int) -> list[Event]:

@@ -5,6 +5,8 @@ worker -> server   HELLO, at first;  ASK, for the next share while it learns fro
                    [gradient, change of statistics], as bytes where gradients are compressed;  FAILED: a text
 server -> worker   GIVE: (step, place), [weights, statistics];  STRUCK: a text, to a worker that was struck out;
                    END: (whether the run failed, exit status, step)
+Under Hogwild weights lie in memory that all share: HELLO is answered by WHERE: (process, file, bytes, mark) of it, and then a
+worker asks;  GIVE: (step, place), (rate of a whole step);  PUSH: (step, place), of an update that the worker has made.
 With several servers, GIVE and PUSH have the first one's part of weights and gradient; see part_messages.py.
 """
 
@@ -21,7 +23,7 @@ from widefield.agreement.serving import Share
 from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import Message
 
-HELLO, PUSH, FAILED, GIVE, END, STRUCK, ASK = range(1, 8)
+HELLO, PUSH, FAILED, GIVE, END, STRUCK, ASK, WHERE = range(1, 9)
 PUSHES = 1
 """The tag of pushes where a worker may wait for its next share at the same time."""
 

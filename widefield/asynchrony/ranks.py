@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from widefield.asynchrony import pair_worker, part_server
+from widefield.asynchrony import hogwild_worker, pair_worker, part_server
 from widefield.asynchrony.asking import lost
-from widefield.asynchrony.checks import server_in_words
+from widefield.asynchrony.checks import check_machines, server_in_words
 from widefield.asynchrony.messages import PUSHES, server_failed
 from widefield.asynchrony.pair_keeper import PairTrainer
 from widefield.asynchrony.server import ServerTrainer
@@ -50,6 +50,7 @@ def train(
         assert group is not None, "a server and a worker are two ranks"
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=leads))
         stack.callback(leave, mesh)
+        check_machines(plan, mesh)
         alone, servers = alone_on(mesh), plan.agreement.servers
         if not leads:
             part = partial(_part_of, config, alone, group, folder, workers=plan.workers, servers=servers)
@@ -103,6 +104,8 @@ def _part_of(
     """That of a worker, or of a server but the first."""
     if in_pairs:
         return pair_worker.work(config, alone, group, folder, number=rank, workers=workers)
+    if config.agreement.kind == "hogwild":
+        return hogwild_worker.work(config, alone, group, folder, number=rank, workers=workers)
     if rank > workers:
         return part_server.serve(config, alone, group, folder, rank=rank, workers=workers, servers=servers)
     ranks = range(workers, workers + servers)

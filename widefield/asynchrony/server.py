@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from widefield.agreement.events import EventLog
-from widefield.agreement.serving import Serving, Shares
+from widefield.agreement.serving import Serving, Share, Shares
 from widefield.agreement.simulator import in_words
 from widefield.asynchrony.attendance import Attendance
 from widefield.asynchrony.checks import check_parts
 from widefield.asynchrony.event_file import NAME, EventFile
 from widefield.asynchrony.further_servers import FurtherServers
-from widefield.asynchrony.messages import ASK, FAILED, HELLO, end, give, pushed, struck, text_of
+from widefield.asynchrony.hogwild_weights import weights_of
+from widefield.asynchrony.messages import ASK, FAILED, HELLO, WorkersGradient, end, struck, text_of
 from widefield.asynchrony.part_messages import HAVE
 from widefield.asynchrony.samples import Samples
-from widefield.asynchrony.weights import Arrived, ServedWeights, algorithm_of
+from widefield.asynchrony.weights import Arrived, algorithm_of
 from widefield.comm.mesh import AgreedError
 from widefield.comm.requests import Came, LostPeer, Message, PeerCameBack, Requests, close_all
 from widefield.training.assemble import Parts
@@ -56,7 +57,7 @@ class Server:
         self.requests, self.pushes, self._warn, self.workers = requests, pushes, warn, workers
         self.samples = Samples(parts, workers=workers - asked.backup)
         others = FurtherServers(requests, further, clips=config.optimizer.clip_norm is not None) if further else None
-        self.weights = ServedWeights(learner, asked, others)
+        self.weights = weights_of(learner, asked, others, workers=workers)
         self._next = requests.next if others is None else others.next
         algorithm = algorithm_of(config, lr=learner.lr)
         shares = Shares(self.samples.places, step=learner.step, limit=learner.step)
@@ -67,7 +68,10 @@ class Server:
         self.dropped = 0
         """Samples of late gradients since the last step was learned."""
         epochs = -(-config.schedule.length.in_steps(steps.per_epoch) // steps.per_epoch)
-        log = EventLog(in_words(algorithm), workers, steps.samples, epochs, self.weights.whole.numel, 0.0, ())
+        log = EventLog(
+            in_words(algorithm), workers, steps.samples, epochs, self.weights.whole.numel, 0.0, (),
+            exact=algorithm.kind != "hogwild" or workers == 1,
+        )  # fmt: skip
         self.events = EventFile(folder / NAME, log, samples=steps.seen(learner.step))
 
     def learn(self, step: int) -> StepsUpdates:
@@ -113,6 +117,10 @@ class Server:
         return self.requests if self.pushes is None or message.kind in (HELLO, ASK) else self.pushes
 
     def _asks(self, worker: int, *, is_first: bool) -> None:
+        greeting = self.weights.greeting() if is_first else None
+        if greeting is not None:
+            self.requests.answer(worker, greeting)
+            return
         self.serving.joins(worker)
         if is_first and self.events.before and self.serving.compression is not None:
             self.events.write("join", worker)  # nothing is left of its gradients of before
@@ -128,12 +136,16 @@ class Server:
 
     def _goes(self, worker: int, how: str) -> None:
         """A worker died, or does not answer."""
+        unheard = self.weights.unheard(worker, self.serving.has(worker))
+        if unheard is not None:
+            gradient, when = unheard
+            self._arrives(worker, gradient)
+            how = f"{how}, {when} ({_named([gradient.share])})"
         counted = [one.share for one in self.serving.held if one.worker == worker]
         lost = self.serving.goes(worker)
         self.events.write("die", worker)
         self.weights.strike(worker, lost, counted)
-        names = ", ".join(f"{place} of step {step + 1}" for step, place in lost)
-        again = f"; its share {names} is handed out again" if lost else ""
+        again = f"; its {_named(lost)} is handed out again" if lost else ""
         self._warn(f"worker {worker} {how}; {len(self.serving.living)} go on{again}")
 
     def _strike_hanging(self) -> bool:
@@ -152,8 +164,12 @@ class Server:
 
     def _take(self, worker: int, message: Message) -> None:
         """A gradient came."""
-        flat, serving, number = self.weights.flat, self.serving, self.events.gradients
-        gradient = pushed(message, numel=flat.numel, dtype=flat.dtype, compression=serving.compression)
+        self._arrives(worker, self.weights.pushed(worker, message))
+        if self.pushes is not None:
+            self.pushes.answer(worker, Message(HAVE))
+
+    def _arrives(self, worker: int, gradient: WorkersGradient) -> None:
+        serving, number = self.serving, self.events.gradients
         self.attendance.pushes(worker, gradient.share)
         self.events.gradients += 1
         samples = self.samples.numbers(gradient.share)
@@ -170,8 +186,6 @@ class Server:
             arrived = self.weights.arrive(worker, gradient, number=number, samples=len(samples))
             self.events.write("gradient", worker, part=later, **about)
             serving.pushes(worker, gradient.share, arrived)
-        if self.pushes is not None:
-            self.pushes.answer(worker, Message(HAVE))
 
     def _update(self) -> None:
         for found in self.serving.due():
@@ -189,13 +203,18 @@ class Server:
 
     def _answer(self) -> None:
         for worker, share in self.serving.ready():
-            message = give(share, self.weights.read(worker, share))
+            message = self.weights.give(worker, share)
             self.attendance.gives(worker, share)
             self.events.write("read", worker, bytes=message.nbytes + self.weights.further_nbytes)
             self.requests.answer(worker, message)
 
     def close(self) -> None:
         self.events.close()
+        self.weights.close()
+
+
+def _named(shares: Sequence[Share]) -> str:
+    return "share " + ", ".join(f"{place} of step {step + 1}" for step, place in shares)
 
 
 @dataclass

@@ -18,7 +18,8 @@ from widefield.agreement.serving import Share
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.further_servers import FurtherServers
 from widefield.asynchrony.held_weights import HeldWeights, Push, Update, clip_scale
-from widefield.asynchrony.messages import WorkersGradient, check_finite
+from widefield.asynchrony.messages import WorkersGradient, check_finite, give, pushed
+from widefield.comm.requests import Message
 from widefield.config import RunConfig
 from widefield.config.agreement import AgreementConfig
 from widefield.training.loop import Learner
@@ -33,7 +34,7 @@ def algorithm_of(config: RunConfig, *, lr: float) -> ParameterServer:
     samples = None if asked.kind == "synchronous" else config.data.batch
     return ParameterServer(
         descent_of(config, Descent(lr=lr, weight_decay=optimizer.weight_decay, lr_samples=samples)),
-        "synchronous" if asked.kind == "synchronous" else "asynchronous",
+        asked.kind if asked.kind in ("synchronous", "hogwild") else "asynchronous",
         backup=asked.backup,
         bound=asked.bound,
         max_staleness=asked.max_staleness,
@@ -84,6 +85,7 @@ class ServedWeights:
         self.learner, self.whole, self.further = learner, FlatModel(learner.model), further
         self.version, self.received = 0, learner.steps.seen(learner.step)
         self._is_synchronous, self._clip = asked.kind == "synchronous", learner.config.optimizer.clip_norm
+        self._compression = compression_of(asked)
         self._versions: dict[Push, int] = {}
         """Of the readings whose gradients have not come."""
         if further is None:
@@ -102,12 +104,24 @@ class ServedWeights:
         """Of what the other servers send or are pushed, for a share."""
         return 0 if self.further is None else self.further.nbytes
 
-    def read(self, worker: int, share: Share) -> Tensor:
+    def greeting(self) -> Message | None:
+        """The answer to a worker's first request, after which it asks for a share; None: the first one asks for it."""
+        return None
+
+    def give(self, worker: int, share: Share) -> Message:
         """What the worker is sent by this server; the others are told that it reads."""
         if self.further is not None:
             self.further.reads(worker, share)
         self._versions[worker, share] = self.version
-        return self.held.read(worker, share)
+        return give(share, self.held.read(worker, share))
+
+    def pushed(self, worker: int, message: Message) -> WorkersGradient:
+        """What a worker pushed."""
+        return pushed(message, numel=self.flat.numel, dtype=self.flat.dtype, compression=self._compression)
+
+    def unheard(self, worker: int, has: Sequence[Share]) -> tuple[WorkersGradient, str] | None:
+        """A worker is gone that has some shares: what it has made of these and not told of, and how far it came, in words."""
+        return None
 
     def arrive(self, worker: int, gradient: WorkersGradient, *, number: int, samples: int) -> Arrived:
         """AgreedError: the loss or the gradient is no finite number."""
@@ -186,6 +200,9 @@ class ServedWeights:
         if self.further is not None:
             self.learner.before_update()
             self.learner.optimizer.state.clear()
+
+    def close(self) -> None:
+        """The run ends."""
 
 
 def _weighted(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:

@@ -47,8 +47,20 @@ class Worker:
 
     def gradient(self, share: Share, state: Tensor) -> Message:
         """What to push.  AgreedError: a sample cannot be read, or what would be compressed is no finite number."""
+        began, found = time.perf_counter(), self.learned(share, state)
+        absent = tuple(sorted(found.absent))
+        if self._feedback is not None:
+            values, absent = self._compressed(self._feedback, found, absent)
+        else:
+            values = torch.cat([found.gradient, found.statistics])
+        seconds = time.perf_counter() - began
+        return push(share, values, absent, loss_sum=found.loss_sum, count=found.count, seconds=seconds)
+
+    def learned(self, share: Share, state: Tensor) -> WorkersGradient:
+        """The gradient of a share's mean loss, with the weights and statistics of `state`.  AgreedError: as of `gradient`."""
         began, learner = time.perf_counter(), self.learner
         self.flat.load(state)
+        before = self.flat.statistics()
         batch = self._reader.__getitems__(self.samples.keys(share))
         if batch.problem is not None:
             raise AgreedError(batch.problem)
@@ -61,29 +73,23 @@ class Worker:
         self.before_backward()
         (loss / max(1.0, count)).backward()
         gradient, absent = self.flat.gradient()
-        change = self.flat.statistics() - state[state.numel() - (self.flat.of_push - self.flat.numel) :]
-        loss_sum, change = loss.item(), change.to(gradient)
-        if self._feedback is not None:
-            values, absent = self._compressed(self._feedback, share, gradient, change, absent, loss_sum=loss_sum, count=count)
-        else:
-            values = torch.cat([gradient, change])
-        seconds = time.perf_counter() - began
-        return push(share, values, absent, loss_sum=loss_sum, count=count, seconds=seconds)
+        change = (self.flat.statistics() - before).to(gradient)
+        loss_sum = loss.item()
+        return WorkersGradient(share, gradient, change, frozenset(absent), loss_sum, count, time.perf_counter() - began)
 
     def _compressed(
-        self, feedback: ErrorFeedback, share: Share, gradient: Tensor, change: Tensor, absent: tuple[int, ...], *,
-        loss_sum: float, count: float,
-    ) -> tuple[Tensor, tuple[int, ...]]:  # fmt: skip
+        self, feedback: ErrorFeedback, found: WorkersGradient, absent: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[int, ...]]:
         """(what to push in place of gradient and change, the places of parameters for which nothing is sent).
 
         What was left of earlier gradients waits where the server does not step, which is where no loss counts.
         AgreedError: the loss or the gradient is no finite number; nothing was compressed.
         """
-        check_finite(WorkersGradient(share, gradient, change, frozenset(absent), loss_sum, count, 0.0), self.number)
-        if not count:
-            return with_bytes(pack(torch.zeros_like(gradient), feedback.options), change), absent
-        packed, sent = feedback.pack(gradient)
-        return with_bytes(packed, change), self.flat.lasting(absent, sent)
+        check_finite(found, self.number)
+        if not found.count:
+            return with_bytes(pack(torch.zeros_like(found.gradient), feedback.options), found.statistics), absent
+        packed, sent = feedback.pack(found.gradient)
+        return with_bytes(packed, found.statistics), self.flat.lasting(absent, sent)
 
 
 def work(
@@ -107,6 +113,11 @@ def work(
             assert answer.values is not None, "the server gives weights"
             step, place = answer.ints
             answer = links.push(worker.gradient((step, place), answer.values))
+    return ended(answer, folder, number=number)
+
+
+def ended(answer: Message, folder: Path, *, number: int) -> Outcome:
+    """How the run ended for a worker, of the server's last answer.  PeerFailedError: the server failed."""
     if answer.kind == STRUCK:
         print(f"widefield: worker {number} {text_of(answer)}", file=sys.stderr, flush=True)
         return Outcome("complete", 0, 0, None, folder)

@@ -13,7 +13,7 @@ AgreementName = Literal[
     "mean", "adasum", "local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco", "gossip", "ad_psgd", "server"
 ]  # fmt: skip
 GraphName = Literal["ring", "complete", "exponential", "one_peer_exponential", "bipartite", "hypercube"]
-ServerKind = Literal["synchronous", "asynchronous", "bounded_staleness", "delay_compensated"]
+ServerKind = Literal["synchronous", "asynchronous", "bounded_staleness", "delay_compensated", "hogwild"]
 CompressionKind = Literal["fp16", "int8", "topk"]
 PERIODIC = ("local_sgd", "post_local_sgd", "hierarchical", "slowmo", "diloco")
 """Those under which copies train by themselves and average their weights now and then."""
@@ -83,7 +83,8 @@ class AgreementConfig(Section):
     kind: ServerKind = "asynchronous"
     """Of server. synchronous: a step with the gradients of all; exact.  asynchronous: an update with each gradient as it comes.
     bounded_staleness: the same, within `bound` or `max_staleness`.  delay_compensated: the same, with gradients corrected for
-    what the weights have moved since (arXiv:1609.08326)."""
+    what the weights have moved since (arXiv:1609.08326).  hogwild: workers change the weights themselves, in memory that all
+    ranks of one machine share, without locks (arXiv:1106.5730); with plain sgd."""
     overlap: bool = False
     """Of server, but synchronous: workers fetch the next weights while they compute a gradient, which are then older by what is
     applied meanwhile."""
@@ -153,12 +154,24 @@ class AgreementConfig(Section):
                 "overlap with kind=synchronous: the next weights are made of the gradients that are computed, so they cannot "
                 "come before; leave overlap out, or set kind=asynchronous"
             )
+        if self.kind == "hogwild":
+            self._is_alone_with_its_kind()
         if self.backup and self.kind != "synchronous":
             raise ValueError(
                 f"backup={self.backup} with kind={self.kind}: only a synchronous update waits for workers; leave backup out, "
                 "or set kind=synchronous"
             )
         return self
+
+    def _is_alone_with_its_kind(self) -> None:
+        """ValueError: an option of weights that are sent, and Hogwild's are shared."""
+        found = [f"servers={self.servers}"] * (self.servers > 1) + ["overlap"] * self.overlap
+        found += [] if self.compression is None else [f"compression={self.compression}"]
+        if found:
+            raise ValueError(
+                f"{' and '.join(found)} with kind=hogwild: workers read and change weights in memory that all share, so there "
+                "is one copy of them and nothing is sent; leave it out, or set kind=asynchronous"
+            )
 
     @model_validator(mode="after")
     def _has_what_its_compression_needs(self) -> AgreementConfig:
@@ -189,7 +202,7 @@ class AgreementConfig(Section):
     @property
     def takes_back(self) -> bool:
         """Whether a worker that died may come back, in a process of its own, while the others go on."""
-        return self.name == "server" and self.servers == 1
+        return self.name == "server" and self.servers == 1 and self.kind != "hogwild"
 
     @property
     def last_ranks(self) -> str:

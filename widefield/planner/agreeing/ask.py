@@ -14,7 +14,7 @@ from widefield.config import RunConfig
 from widefield.config.agreement import AgreementConfig
 from widefield.planner.agreeing.estimate import STEPS, AgreementEstimate, AgreementSimulation, SmallProblem
 from widefield.planner.agreeing.texts import link_text_read, stragglers_of
-from widefield.planner.agreeing.ways import ways_named
+from widefield.planner.agreeing.ways import notes_of, ways_named
 from widefield.planner.machines import Cluster, cluster_of
 from widefield.planner.search.ask import PlanRequest, StandInTask, config_of_request, subject_of
 from widefield.planner.search.estimate import PlanEstimate
@@ -116,7 +116,7 @@ def ask_agreement(request: AgreementRequest, say: Callable[[str], None] = lambda
         found.append(simulation.estimate(way, config.agreement))
     return AgreementAnswer(
         config.model.name, workers, stragglers, step.seconds, step.samples, step.model_bytes, latency, rate,
-        request.loss, problem.objective.num_samples, problem.batch, STEPS, request.seed, found, step.notes,
+        request.loss, problem.objective.num_samples, problem.batch, STEPS, request.seed, found, [*step.notes, *notes_of(ways)],
         time.monotonic() - began,
     )  # fmt: skip
 

@@ -29,8 +29,7 @@ FASTEST_GROUP = 8
 """Workers of a group of `hierarchical` where the recipe names none: the devices of a usual node."""
 ELSEWHERE = {
     "adasum": "it combines gradients with the messages of mean, and the simulator has no rule for it; ask for mean",
-    "server": "there are several kinds; ask for synchronous, asynchronous, bounded_staleness or delay_compensated",
-    "hogwild": "its workers share one machine's memory and send nothing; ask for asynchronous",
+    "server": "there are several kinds; ask for synchronous, asynchronous, bounded_staleness, delay_compensated or hogwild",
 }
 """Names of a recipe that are none here, and why."""
 
@@ -97,6 +96,8 @@ def simulated(asked: AgreementConfig, plain: Descent, shared: Descent) -> Algori
     compression, compensation = compression_of(asked), compensation_of(asked)
     if asked.kind == "synchronous":
         return ParameterServer(plain, "synchronous", compression=compression)
+    if asked.kind == "hogwild":
+        return ParameterServer(shared, "hogwild")
     return ParameterServer(
         shared, bound=asked.bound, max_staleness=asked.max_staleness, compensation=compensation, compression=compression
     )
@@ -149,6 +150,7 @@ WAYS = {
         AgreementOption("bounded_staleness", _server("bounded_staleness", bound=4)),
         AgreementOption("max_staleness", _server("bounded_staleness", max_staleness=lambda workers: 2 * workers)),
         AgreementOption("delay_compensated", _server("delay_compensated", compensation=0.04)),
+        AgreementOption("hogwild", _server("hogwild")),
     )
 }  # fmt: skip
 """All that are compared, in the order of the table."""
@@ -165,3 +167,8 @@ def ways_named(name: str) -> list[AgreementOption]:
             f"--agreement {name} is no way to agree{did_you_mean(name, ['all', *WAYS])} There are: all, {', '.join(WAYS)}."
         )
     return [WAYS[name]]
+
+
+def notes_of(ways: Sequence[AgreementOption]) -> list[str]:
+    """What the figures of some ways take for granted, a sentence each."""
+    return ["hogwild is for workers on one machine, whose memory they share"] * (WAYS["hogwild"] in ways)
