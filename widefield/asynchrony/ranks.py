@@ -92,7 +92,8 @@ def _back_as_a_worker(config: RunConfig, folder: Path, world: World, plan: Plan)
         try:
             group = meet_again(world)
         except RuntimeError as error:
-            raise lost("the server", str(error).splitlines()[0]) from error
+            failed = lost("the server", str(error).splitlines()[0])
+            raise failed from error
         server = partial(Channel, 1, group)
         pushes = [server(PUSHES)] if plan.agreement.overlap else []
         return work(config, alone, [server()], folder, number=world.rank, workers=plan.workers, pushes=pushes)
