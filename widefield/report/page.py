@@ -1,4 +1,4 @@
-"""The report of a run from its folder: record.jsonl, evaluation.json, config.yaml, mistakes/, samples/.
+"""The report of a run from its folder: record.jsonl, evaluation.json, config.yaml, events.jsonl, mistakes/, samples/.
 
 Every text on the page is made here; page.html only arranges it.  Equal files give equal bytes.
 """
@@ -22,7 +22,7 @@ from widefield import plans
 from widefield.config.strategies import AXES
 from widefield.own_code import is_object
 from widefield.quantity import bytes_text, count_of
-from widefield.report import bytes_read, grids, mistakes, plots, run_whole, samples, stages
+from widefield.report import bytes_read, grids, mistakes, plots, run_whole, samples, stages, workers
 from widefield.report.class_scores import class_scores
 from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
 from widefield.report.filling import from_files, render
@@ -104,6 +104,7 @@ def _page(run: _RunPage) -> str:
         evaluations=table_of_evaluations(run.of("evaluation")),
         plan=_plan(run.start),
         stages=stages.stages(run.start),
+        workers=workers.workers(run.folder, run.of("updates")),
         predicted=predicted(run.start, run.usual_steps),
         reasons=run.start.get("reasons", []),
         fallbacks=run_whole.tables(run.start),
