@@ -9,6 +9,9 @@ import pytest
 
 LONG_ON_CPU = pytest.mark.long(on_gpu=True)
 """A mark for a case of a test that is `on_gpu_too`: long, and `make test-gpu` runs it nevertheless."""
+SWEEP = (pytest.mark.long, pytest.mark.sweep)
+SWEEP_ON_CPU = (LONG_ON_CPU, pytest.mark.sweep)
+"""Marks for a case that `make test-ci` leaves out, for another one of its kind is in it; `make test-gpu` runs the second."""
 
 
 def few(cases: Iterable[Any], *kept: Any, then: Iterable[Any] = (), is_sweep: bool = False) -> list[Any]:

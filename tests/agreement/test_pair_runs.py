@@ -16,6 +16,7 @@ from command import DIGITS, record, wait_for_step
 from command import ranks_of as processes_of
 from command import run as run_command
 from command import start as start_command
+from marks import SWEEP
 from ranks import on_ranks
 
 from widefield.agreement import EventLog, of_module, replay
@@ -314,9 +315,7 @@ def run_with(folder, *, killed, at, status):
 
 
 @pytest.mark.usefixtures("_own_code")
-@pytest.mark.parametrize(
-    "killed", [[0], pytest.param([1], marks=pytest.mark.long), pytest.param([1, 2], marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("killed", [[0], pytest.param([1], marks=SWEEP), pytest.param([1, 2], marks=pytest.mark.long)])
 def test_training_goes_on_when_workers_are_killed(tmp_path, killed):
     """An active one, a passive one, one of each."""
     output, when = run_with(tmp_path / "run", killed=killed, at=5, status=0)

@@ -11,6 +11,7 @@ from agreement.test_server_runs import _own_code, command_of, log_of  # noqa: F4
 from command import ranks_of as processes_of
 from command import start as start_command
 from command import wait_for_step
+from marks import few
 
 AGREEMENTS = {
     "asynchronous": "{name: server}",
@@ -22,7 +23,7 @@ AGREEMENTS = {
 
 
 @pytest.mark.usefixtures("_own_code")
-@pytest.mark.parametrize("name", [*AGREEMENTS][:1] + [pytest.param(name, marks=pytest.mark.long) for name in [*AGREEMENTS][1:]])
+@pytest.mark.parametrize("name", few(AGREEMENTS, "asynchronous", then=["synchronous"], is_sweep=True))
 def test_a_worker_that_was_killed_comes_back_and_learns_from_further_samples(tmp_path, monkeypatch, name):
     folder = tmp_path / "run"
     monkeypatch.setenv("TEST_RETURN", str(tmp_path / "returned"))

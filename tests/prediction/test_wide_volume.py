@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import few
 from ranks import on_ranks
 from wide_scene import labels_in, patched
 
@@ -85,7 +86,7 @@ def test_a_volume_is_not_predicted_by_a_run_of_images(run, pixels, tmp_path):
     assert not found.answers and "scan.nii" in found.lefts[0].reason
 
 
-@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("suffix", few([".nii", ".nii.gz"], ".nii.gz", is_sweep=True))
 def test_probabilities_of_a_volume_are_those_of_the_whole_and_lie_on_it(volume_run, pixels, tmp_path, suffix):
     path = nifti_of(pixels, tmp_path / f"scan{suffix}")
     np.save(tmp_path / "whole.npy", pixels[None])

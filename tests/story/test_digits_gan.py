@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from command import fingerprint, losses, record, run
+from marks import few
 from PIL import Image
 from safetensors.torch import load_file
 from small_recipe import SmallRecipe, check_evaluated_again
@@ -48,7 +49,7 @@ def test_each_evaluation_leaves_a_grid_of_what_is_made_of_the_same_noise(trained
     assert {grid.shape for grid in grids} == {(6 * 18 - 2, 6 * 18 - 2)} and (grids[0] != grids[1]).any()
 
 
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("after", few([1, 4], 4, is_sweep=True))
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path, after):
     RECIPE.check_resume(trained, tmp_path / "cut", after=after)
 
@@ -85,7 +86,7 @@ def test_the_evaluation_can_be_had_again(trained):
 # ---------------------------------------------------------------------------------------------- images that are asked for
 
 
-@pytest.mark.parametrize("mesh", ["mesh.space=[2,1]", "mesh.shard=2"])
+@pytest.mark.parametrize("mesh", few(["mesh.space=[2,1]", "mesh.shard=2"], "mesh.shard=2", is_sweep=True))
 def test_a_plain_generator_makes_the_images_that_the_command_makes(trained, tmp_path, mesh):
     """On two ranks, which share each image, or images and weights: the second one has fewer batches."""
     asked = ["--number", "3", "--seed", "5", "--weights", "last", "--batch-size", "1"]

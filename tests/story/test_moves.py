@@ -111,7 +111,11 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 FIRST = ("one", "zero3"), ("channel", "stage")
 
 
-@pytest.mark.parametrize(("writer", "reader"), few(PAIRS, *FIRST), ids=[f"{writer} to {reader}" for writer, reader in PAIRS])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    few(PAIRS, *FIRST, then=[PAIRS[-4], PAIRS[-2]], is_sweep=True),
+    ids=[f"{writer} to {reader}" for writer, reader in PAIRS],
+)
 def test_state_is_equal_bit_for_bit_and_so_are_the_next_losses_but_for_rounding(written, tmp_path, writer, reader):
     source, expected = written(writer)
     losses = under(reader, source, tmp_path / "again")

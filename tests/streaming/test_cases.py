@@ -17,7 +17,7 @@ import pytest
 import torch
 from case_module import CaseModule
 from devices import on_gpu_too
-from marks import LONG_ON_CPU
+from marks import LONG_ON_CPU, SWEEP
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -255,6 +255,8 @@ def in_float64() -> Iterator[None]:
 def marks_of(family: str, tiles: tuple[int, ...]) -> list[pytest.MarkDecorator]:
     if tiles == TILES[0]:
         return [LONG_ON_CPU] * (family == "resize")
+    if family == "resize":
+        return [pytest.mark.cpu, *SWEEP]
     return [pytest.mark.cpu, *[pytest.mark.long] * (tiles == TILES[1] or family not in SHORT)]
 
 

@@ -167,9 +167,11 @@ def stack_and_loss() -> nn.Module:
     return Loss(stack(8))
 
 
-@pytest.mark.parametrize("make", few([unet, unet_with_norms, stack_and_loss, Residual], stack_and_loss))
+@pytest.mark.parametrize(
+    "make", few([unet, unet_with_norms, stack_and_loss, Residual], stack_and_loss, then=[unet_with_norms], is_sweep=True)
+)
 @pytest.mark.parametrize("tiles", [(4, 4), None], ids=["tiles given", "tiles chosen"])
-@pytest.mark.parametrize("place", few(["device", "file"], "file"))
+@pytest.mark.parametrize("place", few(["device", "file"], "file", is_sweep=True))
 def test_a_larger_budget_never_costs_more_and_none_is_exceeded(make, tiles, place):
     graph = graph_of(make(), 1, 3, 512, 512)
     usual, found = chosen(graph, (4, 4), place=place).estimate.peak, []

@@ -195,7 +195,7 @@ class Failing:
         raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.mark.parametrize("name", few(PLANS, "copies", then=["hybrid"], is_sweep=True))
+@pytest.mark.parametrize("name", few(PLANS, "copies", is_sweep=True))
 @pytest.mark.parametrize("full", few([1, 0], 1, is_sweep=True))
 def test_one_rank_without_memory_ends_the_search_of_all_and_the_run_goes_on(name, full):
     ranks = RANKS.get(name, 2)
@@ -239,7 +239,7 @@ def up_to_16(parts, mesh, batch, is_asked_to_stop):
     return MemoryPeak(2**60, 0) if batch > 16 else found
 
 
-@pytest.mark.parametrize("name", few(PLANS, "copies", then=["hybrid"], is_sweep=True))
+@pytest.mark.parametrize("name", few(PLANS, "copies", is_sweep=True))
 def test_every_plan_trains_on_as_if_the_batch_had_been_given(name):
     ranks = RANKS.get(name, 2)
     for batch, after, given in on_ranks(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import on_gpu_too
+from marks import SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 
@@ -56,9 +57,9 @@ RECIPE = SmallRecipe("page_detection", SMALL, scores)
     [
         Plan(replicate=2),
         Plan(space=[2, 1]),
-        pytest.param(Plan(space=[2, 2]), marks=pytest.mark.long),
+        pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
         Plan(shard=2),
-        pytest.param(Plan(replicate=3), marks=pytest.mark.long),
+        pytest.param(Plan(replicate=3), marks=SWEEP_ON_CPU),
         pytest.param(Plan(replicate=2, space=[2, 1]), marks=pytest.mark.long),
     ],
     ids=str,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from detectors import FASTER_RCNN, SMALL, SSD
 from devices import here, on_gpu_too
+from marks import SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe, check_evaluated_again
 
@@ -68,9 +69,9 @@ def assert_equal(found: dict[str, list[float]], wanted: dict[str, list[float]]) 
         Plan(replicate=2),
         Plan(space=[2, 1]),
         Plan(shard=2),
-        pytest.param(Plan(space=[2, 2]), marks=pytest.mark.long),
-        pytest.param(Plan(replicate=3), marks=pytest.mark.long),
-        pytest.param(Plan(replicate=2, space=[1, 2]), marks=pytest.mark.long),
+        pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
+        pytest.param(Plan(replicate=3), marks=SWEEP_ON_CPU),
+        pytest.param(Plan(replicate=2, space=[1, 2]), marks=SWEEP_ON_CPU),
         pytest.param(Plan(shard=2, space=[2, 1]), marks=pytest.mark.long),
     ],
     ids=str,

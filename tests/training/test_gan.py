@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from devices import on_gpu_too
+from marks import SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -86,9 +87,9 @@ def test_turns_are_a_loop_by_hand():
     [
         Plan(replicate=2),
         Plan(space=[2, 1]),
-        pytest.param(Plan(space=[2, 2]), marks=pytest.mark.long),
+        pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
         Plan(shard=2),
-        pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=pytest.mark.long),
+        pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=SWEEP_ON_CPU),
         Plan(channel=2),
     ],
     ids=str,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from drawn import CLASSES, IGNORED, IMAGES, TASKS, images_of, net_for
+from marks import SWEEP
 from ranks import on_ranks
 from torch import Tensor
 from torch.nn import functional as F
@@ -221,7 +222,7 @@ def test_a_stream_follows_the_formula():
     "plan",
     [
         Plan(replicate=2),
-        pytest.param(Plan(replicate=3), marks=pytest.mark.long),
+        pytest.param(Plan(replicate=3), marks=SWEEP),
         Plan(space=[2, 1]),
         pytest.param(Plan(replicate=2, space=[1, 2]), marks=pytest.mark.long),
     ],

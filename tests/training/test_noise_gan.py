@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import here, on_gpu_too
+from marks import SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 from torch.nn import functional as F
@@ -106,9 +107,9 @@ def alone(work) -> list:
     [
         Plan(replicate=2),
         Plan(space=[2, 1]),
-        pytest.param(Plan(space=[2, 2]), marks=pytest.mark.long),
+        pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
         Plan(shard=2),
-        pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=pytest.mark.long),
+        pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=SWEEP_ON_CPU),
         pytest.param(Plan(channel=2), marks=pytest.mark.long),
     ],
     ids=str,
