@@ -10,6 +10,7 @@ Ranks are those of the tests, one thread each.  Memory, messages and FLOPs do no
 does, so `time` wants a quiet machine, and its figures are of one with at least as many cores as ranks.
 
     python benchmarks/planner.py memory messages flops [--nets unet,resnet] [--plans one,rows] [--save]
+    OMP_NUM_THREADS=1 widefield plan --calibrate
     python benchmarks/planner.py time [--ranks 2] [--steps 5] [--save]
 """
 
@@ -50,10 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if {"memory", "messages", "flops"} & set(asked.what):
             _finish("planner_steps", _steps(asked), asked)
         if "time" in asked.what:
-            _finish("planner_time", {"conditions": _conditions(), **timed.compared(asked.ranks, steps=asked.steps)}, asked)
+            _finish("planner_time", {"conditions": _conditions(), **_timed(asked)}, asked)
     finally:
         close_all()
     return 0
+
+
+def _timed(asked: argparse.Namespace) -> dict[str, Any]:
+    return timed.compared(asked.ranks, steps=asked.steps, kernel_seconds=asked.kernel_seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plans", type=lambda text: text.split(";"), default=list(PLANS), help="; ".join(PLANS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--kernel-seconds", type=float, default=15.0, help="for the own kernels of a plan; 0: not (15)")
     parser.add_argument("--save", action="store_true", help="keep the table in benchmarks/results/")
     return parser
 

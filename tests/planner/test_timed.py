@@ -5,6 +5,8 @@ from __future__ import annotations
 from planner.timed import CHOICES, kendall_tau, planned_seconds, regret
 from planner.truth_cases import PLANS, TruthCase
 
+from widefield.planner.machines.cluster_text import cluster_of
+
 
 def test_kendalls_tau_is_1_of_one_order_and_less_by_2_of_its_pairs_for_each_pair_that_is_turned():
     assert kendall_tau([(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]) == 1
@@ -22,5 +24,5 @@ def test_at_least_eight_plans_of_two_ranks_are_to_choose_from():
 
 
 def test_a_step_gets_seconds():
-    seconds = planned_seconds(TruthCase("monai unet 3-D", "one", "sgd"))
+    seconds = planned_seconds(TruthCase("monai unet 3-D", "one", "sgd"), cluster_of("cpu:1"))
     assert not isinstance(seconds, str) and 1e-4 < seconds < 60

@@ -20,7 +20,9 @@ from ranks import RankFailed, on_ranks
 
 from widefield.comm.mesh import Mesh
 from widefield.planner.cost.step_time import step_time
+from widefield.planner.machines.cluster import Cluster
 from widefield.planner.machines.cluster_text import cluster_of
+from widefield.planner.machines.own_kernels import OwnKernels, is_here
 from widefield.plans import plan_of
 
 WARMUP = 2
@@ -65,23 +67,33 @@ def measured_seconds(case: TruthCase, steps: int) -> float | str:
     return refused or statistics.median(max(of_ranks) for of_ranks in zip(*ranks, strict=True))
 
 
-def planned_seconds(case: TruthCase) -> float | str:
+def planned_seconds(case: TruthCase, cluster: Cluster, kernels: OwnKernels | None = None) -> float | str:
+    """kernels: to time those of the plan on this machine first, as `widefield plan --calibrate` with a recipe does."""
     records = emulated(case)
     if isinstance(records, str):
         return records
-    cluster = cluster_of(f"cpu:{case.ranks}")
+    if kernels is not None:
+        kernels.measure(records)
     return step_time(records, cluster, spans=False).seconds
 
 
-def compared(ranks: int, *, steps: int, nets: Sequence[str] = HOLD_OUT, plans: Sequence[str] = CHOICES) -> dict[str, Any]:
-    """Every model under every plan: seconds, errors, and of each model the agreement of the orders and the regret."""
+def compared(
+    ranks: int, *, steps: int, nets: Sequence[str] = HOLD_OUT, plans: Sequence[str] = CHOICES, kernel_seconds: float = 0.0
+) -> dict[str, Any]:
+    """Every model under every plan: seconds, errors, and of each model the agreement of the orders and the regret.
+
+    kernel_seconds: for timing the plans' own kernels, a plan and model.
+    """
     rows, orders = [], {}
+    cluster = cluster_of(f"cpu:{ranks}")
+    assert not kernel_seconds or is_here(cluster), "measure this machine first: widefield plan --calibrate"
     for net in nets:
         pairs = []
         for plan in plans:
             case = TruthCase(net, plan, "sgd")
             assert case.ranks == ranks, f"{case} is of {case.ranks} ranks, not of {ranks}"
-            real, told = measured_seconds(case, steps), planned_seconds(case)
+            kernels = OwnKernels(cluster, seconds=kernel_seconds) if kernel_seconds else None
+            real, told = measured_seconds(case, steps), planned_seconds(case, cluster, kernels)
             row: dict[str, Any] = {"case": str(case), "measured seconds": real, "planned seconds": told}
             print(row, file=sys.stderr, flush=True)
             if not isinstance(real, str) and not isinstance(told, str):
