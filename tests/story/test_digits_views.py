@@ -72,6 +72,7 @@ def test_a_prediction_is_refused_with_what_to_do(trained):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.alone
 def test_a_linear_probe_of_what_was_learned_beats_one_of_random_features(tmp_path):
     wf.train(read_config(RECIPE.path, ["log.tensorboard=false", "evaluate.every=1000ep"]), run=tmp_path / "run")

@@ -113,6 +113,7 @@ def cells(tmp_path_factory) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.alone
 def test_the_commands_of_microscopy_lead_from_planes_to_labels(cells):
     recipes_of("microscopy.md", cells)

@@ -149,7 +149,7 @@ def test_torchruns_restart_resumes(tmp_path):
 
 @alone
 @pytest.mark.long
-@pytest.mark.parametrize("most", few([0, 3], 3))
+@pytest.mark.parametrize("most", few([0, 3], 3, is_sweep=True))
 def test_torchrun_sees_a_run_that_was_asked_to_stop_and_does_not_go_on_with_it(tmp_path, most):
     """torchrun restarts what ends with 75 where it may; the run then ends at once, and torchrun with 1."""
     process = torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", str(most))
