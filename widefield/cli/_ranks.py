@@ -7,6 +7,7 @@ import os
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,8 +91,8 @@ def _restarts(config: RunConfig, options: Namespace, arguments: list[str], ranks
         return None
 
     folder = Path(options.run)
-    told = lambda since: failure_since(folder, since)  # noqa: E731
-    return Restarts(options.max_restarts, failure_since=told, starts=starts, takes_back=config.agreement.takes_back)
+    since = partial(failure_since, folder)
+    return Restarts(options.max_restarts, failure_since=since, starts=starts, takes_back=config.agreement.takes_back)
 
 
 def _slots_left() -> int:
