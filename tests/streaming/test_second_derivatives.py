@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import on_gpu_too
+from devices import here, on_gpu_too
 from marks import few
 from ranks import on_ranks
 from streaming.both import IMAGE, Doing, conv, image, made
@@ -139,9 +139,10 @@ def test_losses_of_gradients_are_those_of_the_whole(name, loss):
     if name == "pyramid" and loss == "curved":
         pytest.skip("it has two outputs")
     make = NETWORKS[name]
-    expected = numbers_of(made(make), LOSSES[loss], IMAGE)
+    given = IMAGE.to(here())
+    expected = numbers_of(made(make), LOSSES[loss], given)
     assert any(value is not None and value.abs().max() > 1e-6 for key, value in expected.items() if "weight" in key)
-    assert_same(numbers_of(made(make, tiles=(2, 2)), LOSSES[loss], IMAGE), expected)
+    assert_same(numbers_of(made(make, tiles=(2, 2)), LOSSES[loss], given), expected)
 
 
 @pytest.mark.parametrize(("tiles", "keep"), [((3, 5), "file"), ((1, 4), "host"), ((17, 1), "device")])
