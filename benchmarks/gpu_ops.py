@@ -19,9 +19,10 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from widefield.comm.mesh import World, join  # noqa: E402
 from widefield.planner.machines.calibrate import calibrate  # noqa: E402
-from widefield.planner.machines.calibration import FORMAT  # noqa: E402
+from widefield.planner.machines.calibration import write_calibration  # noqa: E402
 from widefield.planner.machines.timing import measure_signatures  # noqa: E402
 from widefield.plans import plan_of  # noqa: E402
 
@@ -81,9 +82,10 @@ def _time_kernels(names: list[str], path: Path) -> None:
         found = measure_signatures(records[0], calibration, budget_seconds=KERNEL_SECONDS, device=device)
         print(f"{name}: {len(found)} kernels of {len({event.signature for event in records[0].operations})}", flush=True)
     del calibration.conditions["host"]
-    described = asdict(calibration) | {"format": FORMAT, "kernels": [asdict(one) for one in calibration.kernels.values()]}
-    with gzip.GzipFile(path, "wb", mtime=0) as file:
-        file.write(json.dumps(described, separators=(",", ":")).encode())
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "kernels.json"
+        write_calibration(calibration, plain)
+        path.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
 
 
 def measured(name: str) -> dict[str, Any]:

@@ -51,14 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if {"memory", "messages", "flops"} & set(asked.what):
             _finish("planner_steps", _steps(asked), asked)
         if "time" in asked.what:
-            _finish("planner_time", {"conditions": _conditions(), **_timed(asked)}, asked)
+            found = timed.compared(asked.ranks, steps=asked.steps, kernel_seconds=asked.kernel_seconds)
+            _finish("planner_time", {"conditions": _conditions(), **found}, asked)
     finally:
         close_all()
     return 0
-
-
-def _timed(asked: argparse.Namespace) -> dict[str, Any]:
-    return timed.compared(asked.ranks, steps=asked.steps, kernel_seconds=asked.kernel_seconds)
 
 
 def _parser() -> argparse.ArgumentParser:

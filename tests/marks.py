@@ -19,7 +19,7 @@ def few(cases: Iterable[Any], *kept: Any, then: Iterable[Any] = (), is_sweep: bo
 
     then: those of the long ones that are no sweep, and that run on a GPU as those kept do.
     """
-    cases, then, marks = list(cases), list(then), [pytest.mark.long, *[pytest.mark.sweep] * is_sweep]
+    cases, then, marks = list(cases), list(then), SWEEP if is_sweep else [pytest.mark.long]
     assert kept and all(case in cases for case in (*kept, *then)), f"of {kept} and {then} some are no cases"
     return [
         case if case in kept else pytest.param(*_values(case), marks=[LONG_ON_CPU] if case in then else marks) for case in cases
