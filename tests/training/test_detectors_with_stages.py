@@ -73,6 +73,10 @@ def assert_equal(found: dict[str, list[float]], wanted: dict[str, list[float]]) 
         pytest.param(Plan(replicate=3), marks=SWEEP_ON_CPU),
         pytest.param(Plan(replicate=2, space=[1, 2]), marks=SWEEP_ON_CPU),
         pytest.param(Plan(shard=2, space=[2, 1]), marks=pytest.mark.long),
+        Plan(channel=2),
+        pytest.param(Plan(channel=2, space=[2, 1]), marks=SWEEP_ON_CPU),
+        pytest.param(Plan(channel=2, replicate=2), marks=SWEEP_ON_CPU),
+        pytest.param(Plan(channel=2, shard=2), marks=SWEEP_ON_CPU),
     ],
     ids=str,
 )
@@ -107,7 +111,7 @@ def several(mesh: Mesh) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("plan", [Plan(space=[2, 1]), Plan(shard=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(space=[2, 1]), Plan(shard=2), Plan(channel=2)], ids=str)
 def test_frozen_parts_and_sums_of_passes_are_those_of_one_rank(plan):
     wanted = several(Mesh(ALONE, World(), here()))
     for found in on_ranks(plan.ranks, several, plan=plan):
@@ -177,12 +181,10 @@ def test_maps_that_every_rank_has_whole_are_told_with_their_bytes():
 @pytest.mark.parametrize(
     ("plan", "settings", "error", "told"),
     [
-        (Plan(channel=2), [], NotImplementedError,
-         "mesh.channel=2 cuts the channels of a module .* second stage of task.options.method=faster_rcnn"),
         (Plan(stage=2), [], NotImplementedError, "task.name=detection wants the maps of all levels"),
         (ALONE, ["model.compile=true"], ValueError, "model.compile=True and task.options.method=faster_rcnn has a model"),
     ],
-    ids=["channel", "stage", "compile"],
+    ids=["stage", "compile"],
 )  # fmt: skip
 def test_what_two_stages_cannot_is_refused_before_anything_is_sent(plan, settings, error, told):
     parts = assemble(RECIPE.config(*FASTER_RCNN, *settings), Mesh(ALONE, World(), torch.device("cpu")))
@@ -244,7 +246,7 @@ def test_a_run_is_evaluated_again_and_predicts_the_same_on_ranks(tmp_path):
     check_evaluated_again(run)
     wanted = predicted(Mesh(ALONE, World(), torch.device("cpu")), str(run))
     assert all(len(boxes) > 3 for boxes in wanted)
-    for plan in (Plan(space=[2, 1]), Plan(shard=2)):
+    for plan in (Plan(space=[2, 1]), Plan(shard=2), Plan(channel=2)):
         for found in on_ranks(2, predicted, str(run), plan=plan):
             for own, boxes in zip(found, wanted, strict=True):
                 torch.testing.assert_close(torch.tensor(own), torch.tensor(boxes), rtol=0, atol=1e-6)

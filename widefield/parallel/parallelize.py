@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -24,6 +24,7 @@ from widefield.parallel.members import members_of
 from widefield.parallel.strategies import Phase, data, fully_shard
 from widefield.parallel.strategies._forward_state import without_trace
 from widefield.parallel.strategies._optimizer_shards import share_states as share_optimizer_states
+from widefield.parallel.strategies.data import broadcast_weights
 from widefield.plans import Plan
 from widefield.plans.replicas import check_steps_together
 from widefield.streaming.api import Streamed
@@ -57,7 +58,18 @@ def parallelize(
     ValueError, on every rank: ranks have different models, or this model is sharded already.  NotImplementedError: lazy
     parameters, layers with sparse gradients; and what a strategy refuses.
     """
-    trial_step = trial_step or rehearse
+    return _parallelized(model, mesh, trial_step=trial_step or rehearse, sample=sample)
+
+
+def _parallelized(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    trial_step: Callable[[], Tensor] | None,
+    sample: Tensor | tuple[Tensor, ...] | None,
+    is_divided: bool = True,
+) -> nn.Module:
+    """`parallelize`.  is_divided: whether channels and stages are cut; else each rank runs all of the model."""
     check_steps_together(mesh.plan, "`parallelize` makes all copies step together (`wf.train` and the command can do both)")
     if mesh.size > 1:
         _refuse_sharded(model)
@@ -67,6 +79,10 @@ def parallelize(
     found: list[str | Fallback] = []
     watched = None if trial_step is None else _WatchedStep(trial_step, model)
     for strategy in _strategies(mesh.plan):
+        if strategy.PHASE == Phase.SPLIT and not is_divided:
+            broadcast_weights(model, mesh)
+            found.append(f"mesh.{strategy.AXIS}: every rank of the axis has this module whole, and runs it on the same values")
+            continue
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
         found += strategy.apply(model, mesh, trial_step=watched, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
@@ -101,13 +117,15 @@ def parallelize_members(
     model: nn.Module,
     mesh: Mesh,
     *,
-    trial_steps: Mapping[str, Callable[[], Tensor]],
     samples: Mapping[str, tuple[Tensor, ...]],
+    trial_steps: Mapping[str, Callable[[], Tensor]] | None = None,
     is_average: bool = False,
+    undivided: Collection[str] = (),
 ) -> nn.Module:
     """`parallelize` of each member of a model, see members.py; returns the same model, changed in place.
 
     trial_steps, samples: as for `parallelize`, by the member's name.  is_average: `parallelize_average` in its place.
+    undivided: members of which no rank has only some channels, since no capture can hold what they are called with.
     NotImplementedError: stages, of which a pipeline runs forward and backward of one module in one call.
     """
     if mesh.plan.stage > 1:
@@ -116,13 +134,15 @@ def parallelize_members(
             f"model's {' and '.join(members_of(model))} learn by turns through each other; set mesh.stage=1, and cut images by "
             "mesh.space or channels by mesh.channel"
         )
-    apply = parallelize_average if is_average else parallelize
+    apply = _parallelized_average if is_average else _parallelized
     members = members_of(model)
     for name, member in members.items():
         with ExitStack() as stack:
             for other in members.values():  # a trial step runs them too, and may write to their buffers
                 stack.enter_context(without_trace(other) if other is not member else nullcontext())
-            apply(member, mesh, trial_step=trial_steps[name], sample=samples[name])
+            apply(
+                member, mesh, trial_step=(trial_steps or {}).get(name), sample=samples[name], is_divided=name not in undivided
+            )
         specs = {f"{name}.{path}": spec for path, spec in sharded_state.registered(member).items()}
         if specs:
             sharded_state.register(model, specs)
@@ -141,8 +161,19 @@ def parallelize_average(
     Its weights are sharded as those of a model that is trained, so that each shard averages the same shard.  It gets no
     gradient averaging.  trial_step, sample: as for `parallelize`.
     """
+    return _parallelized_average(copy, mesh, trial_step=trial_step, sample=sample)
+
+
+def _parallelized_average(
+    copy: nn.Module,
+    mesh: Mesh,
+    *,
+    trial_step: Callable[[], Tensor] | None,
+    sample: Tensor | tuple[Tensor, ...] | None,
+    is_divided: bool = True,
+) -> nn.Module:
     for strategy in _strategies(mesh.plan):
-        if strategy.PHASE == Phase.SPLIT or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
+        if (strategy.PHASE == Phase.SPLIT and is_divided) or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
             more = {"trial_step": trial_step, "sample": sample} if strategy.PHASE == Phase.SPLIT else {}
             strategy.apply(copy, mesh, **more)
     return copy

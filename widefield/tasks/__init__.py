@@ -60,7 +60,8 @@ class AlternatingTask(Task, Protocol):
 
     members: Sequence[str]
     """The names of these modules, which are attributes of the model and have all of its parameters."""
-    # `differentiates_twice = True` may be set where a loss has gradients in it
+    # `differentiates_twice = True` may be set where a loss has gradients in it; `running_means`, by name how far a step moves
+    # each mean over samples that the task keeps: `turn_loss` then gets `means`, see SampleMeans
 
     def in_turn(self, step: int) -> Sequence[str]:
         """The members that learn in a step, counted from 0, in their order."""
@@ -84,6 +85,19 @@ class SampleDraws(Protocol):
 
     def normal(self, *shape: int) -> Tensor:
         """(B, *shape) with mean 0 and standard deviation 1, whole also where images are tiled."""
+
+    def normal_like(self, images: Tensor) -> Tensor:
+        """The same, of the shape of images (B, C, *pixels), and in tiles where these are."""
+
+
+class SampleMeans(Protocol):
+    """Means over the samples of many steps, the same on any number of ranks, 0 before the first step."""
+
+    def value(self, name: str) -> Tensor:
+        """As it was before this step, a number."""
+
+    def add(self, name: str, values: Tensor) -> None:
+        """values: (B,) of the samples.  After the step the mean is moved towards that of the whole batch."""
 
 
 def labels_of(task: Task) -> Labels:

@@ -7,6 +7,7 @@ An answer may have the features of all layers in a list, the scores last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,18 @@ def gradient_at(image: Tensor, discriminate: Callable[[Tensor], Any]) -> Tensor:
     score = torch.stack([mean_of_samples(one) for one in scores_of(discriminate(image))]).sum()
     (gradient,) = torch.autograd.grad(score, image, create_graph=True)
     return gradient
+
+
+def lengths_of_paths(noise: Tensor, make: Callable[[Tensor], Tensor], normal_like: Callable[[Tensor], Tensor]) -> Tensor:
+    """(B,) the norm of the gradient, at each sample's noise, of its image times normal numbers over the root of its pixels.
+
+    Its mean is how far an image moves with its noise (Karras et al. 2020, arXiv:1912.04958, equation 4).  make: of the images.
+    """
+    noise = noise.detach().requires_grad_(True)
+    made = widened(make(noise))
+    towards = normal_like(made) / math.prod(made.shape[2:]) ** 0.5
+    (gradient,) = torch.autograd.grad((made * towards).sum(), noise, create_graph=True)
+    return of_samples(widened(gradient).square()).add(1e-12).sqrt()
 
 
 def square_of_gradient(image: Tensor, discriminate: Callable[[Tensor], Any]) -> Tensor:

@@ -12,13 +12,15 @@ z is a point between y and G(x), drawn for each sample.  Penalties are on gradie
 Evaluation, answers and the result are those of `restoration`.
 
 From noise, as DCGAN does, y is an image of the data, x is noise drawn for each sample, and the discriminator judges D(y) and
-D(G(x)) without seeing x.  There is no image that G(x) should be, so nothing is compared pixel by pixel.
+D(G(x)) without seeing x.  There is no image that G(x) should be, so nothing is compared pixel by pixel.  The generator's loss
+may have `path_length` (|d(G(x) . n)/dx| - a)^2 added, with n normal at each pixel and divided by the root of their number, and
+a the running mean of these lengths (Karras et al. 2020, arXiv:1912.04958).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +30,13 @@ from torchmetrics import MetricCollection
 
 from widefield.config.field_types import Labels
 from widefield.losses import widened
-from widefield.tasks import SampleDraws, output_of
+from widefield.tasks import SampleDraws, SampleMeans, output_of
 from widefield.tasks._adversarial import (
     answers_of,
     apart,
     distance_from_slope_one,
     judged,
+    lengths_of_paths,
     loss_named,
     scores_of,
     square_of_gradient,
@@ -42,13 +45,16 @@ from widefield.tasks._pixel_moments import PixelMoments, distance_of, moments_of
 from widefield.tasks.restoration import Restoration
 
 GENERATOR, DISCRIMINATOR = "generator", "discriminator"
+PATH_LENGTH = "path_length"
 
 
 @dataclass(frozen=True)
 class Adversarial:
     """The options of `build`: numbers are weights, see the module's docstring.
 
-    penalty_every: penalties count in each so many-th step, and that many times there (lazy regularization).
+    penalty_every: penalties count in each so many-th step of the discriminator, and that many times there (lazy
+        regularization).  path_length_every: the same of `path_length` and the generator.
+    path_length_decay: how far a step moves the mean of lengths towards its own.
     """
 
     loss: str = "hinge"
@@ -60,16 +66,30 @@ class Adversarial:
     r2: float = 0.0
     gradient_penalty: float = 0.0
     penalty_every: int = 1
+    path_length: float = 0.0
+    path_length_every: int = 1
+    path_length_decay: float = 0.01
 
     def __post_init__(self) -> None:
         """ValueError: an option out of range."""
         loss_named(self.loss)
-        for name in ("adversarial_weight", "reconstruction", "feature_matching", "r1", "r2", "gradient_penalty"):
+        for name in ("adversarial_weight", "reconstruction", "feature_matching", "r1", "r2", "gradient_penalty", "path_length"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"task.options.{name} is {value!r}; a number of 0 or more is wanted")
-        if type(self.penalty_every) is not int or self.penalty_every < 1:
-            raise ValueError(f"task.options.penalty_every is {self.penalty_every!r}; a whole number of 1 or more is wanted")
+        for name in ("penalty_every", "path_length_every"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"task.options.{name} is {value!r}; a whole number of 1 or more is wanted")
+        decay = self.path_length_decay
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+            raise ValueError(f"task.options.path_length_decay is {decay!r}; a number above 0 and up to 1 is wanted")
+
+    def is_due(self, member: str, step: int, *, every: int) -> bool:
+        """Whether this step is one of each so many-th in which the member learns.  step: counted from 0."""
+        learns = [member in turns for turns in self.steps]
+        rounds, rest = divmod(step, len(learns))
+        return learns[rest] and (rounds * sum(learns) + sum(learns[:rest])) % every == 0
 
     @property
     def penalizes(self) -> bool:
@@ -90,7 +110,7 @@ class ImageTranslation(Restoration):
     @property
     def differentiates_twice(self) -> bool:
         """Whether a loss has gradients in it."""
-        return self.adversarial.penalizes
+        return self.adversarial.penalizes or self.adversarial.path_length > 0
 
     def example(self, member: str, image: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         """What the member is called with, of images and targets."""
@@ -114,8 +134,9 @@ class ImageTranslation(Restoration):
 
         real, fake = (scores_of(discriminate(one)) for one in (target, made))
         total = (judged(real, loss.real) + judged(fake, loss.fake)).sum()
-        if self.adversarial.penalizes and step % self.adversarial.penalty_every == 0:
-            total = total + self.adversarial.penalty_every * self._penalty(discriminate, target, made, draw)
+        every = self.adversarial.penalty_every
+        if self.adversarial.penalizes and self.adversarial.is_due(DISCRIMINATOR, step, every=every):
+            total = total + every * self._penalty(discriminate, target, made, draw)
         return total
 
     def _of_generator(self, model: Any, image: Tensor, target: Tensor) -> Tensor:
@@ -164,6 +185,31 @@ class ImageGeneration(ImageTranslation):
 
     def judged(self, image: Tensor, picture: Tensor) -> tuple[Tensor, ...]:
         return (picture,)
+
+    @property
+    def running_means(self) -> Mapping[str, float]:
+        asked = self.adversarial
+        return {PATH_LENGTH: asked.path_length_decay} if asked.path_length else {}
+
+    def turn_loss(
+        self,
+        member: str,
+        model: Any,
+        image: Tensor,
+        target: Tensor,
+        *,
+        draw: SampleDraws,
+        step: int,
+        means: SampleMeans | None = None,
+    ) -> Tensor:
+        total = super().turn_loss(member, model, image, target, draw=draw, step=step)
+        every = self.adversarial.path_length_every
+        if means is None or member != GENERATOR or not self.adversarial.is_due(GENERATOR, step, every=every):
+            return total
+        lengths = lengths_of_paths(image, lambda noise: self.fitting(model.generator(noise), target), draw.normal_like)
+        means.add(PATH_LENGTH, lengths)
+        apart = lengths - means.value(PATH_LENGTH).to(lengths.dtype)
+        return total + every * self.adversarial.path_length * apart.square().sum()
 
     def fitting(self, output: Tensor, target: Tensor) -> Tensor:
         output = output_of("gan", output, batch=len(target), classes=self.num_classes, pixels=True)
@@ -220,7 +266,13 @@ def build(
     """
     if noise is not None:
         return _of_noise(num_classes, Adversarial(adversarial, _steps(steps), **({"reconstruction": 0.0} | weights)), noise)  # type: ignore[arg-type]
-    return ImageTranslation(num_classes, adversarial=Adversarial(adversarial, _steps(steps), **weights))  # type: ignore[arg-type]
+    asked = Adversarial(adversarial, _steps(steps), **weights)  # type: ignore[arg-type]
+    if asked.path_length:
+        raise ValueError(
+            f"task.options.path_length is {asked.path_length:g}, which is of images that are made of noise; set "
+            "task.options.noise too, or leave path_length out"
+        )
+    return ImageTranslation(num_classes, adversarial=asked)
 
 
 def _of_noise(channels: int, asked: Adversarial, noise: Any) -> ImageGeneration:

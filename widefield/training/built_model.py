@@ -13,6 +13,7 @@ from widefield.own_code import is_code
 from widefield.tasks import Task, channels_of_output, labels_of, noise_of
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.given import Given
+from widefield.training.running_means import register_means
 from widefield.training.streaming import stream_as, streamed_of
 from widefield.training.turns import divide
 
@@ -44,6 +45,7 @@ def built_model(
         models.keep_main_output(model, auxiliary=True)
     divide(model, task, name=asked.name)
     model.to(mesh.device, arithmetic.dtype)
+    register_means(model, task)
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
     if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
         _lay_channels_last(model)

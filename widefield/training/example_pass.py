@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from widefield.fallback import Fallback
 from widefield.tasks import is_per_pixel, labels_of, scale_of
 from widefield.training.loop import Learner
+from widefield.training.running_means import RunningMeans
 from widefield.training.turns import Turn, learning, loss_of_turn
 
 
@@ -22,7 +23,7 @@ def trial_step(learner: Learner, model: nn.Module | None = None, *, member: str 
     model, twice = learner.model if model is None else model, replace(learner.dummy_batch, seeds=learner.dummy_batch.seeds * 2)
     if member:
         with learner.arithmetic.autocast(), learning(model, member, learner.replica.plan):
-            turn = Turn(member, (), 0, learner.scaler_of(member))
+            turn = Turn(member, (), 0, learner.scaler_of(member), RunningMeans(learner.task, model))
             return loss_of_turn(learner.task, turn, model, image, target, twice) / 2
     with learner.arithmetic.autocast():
         output = model(image)

@@ -60,6 +60,7 @@ from widefield.training.guard import Guard, NonFiniteLossError, RollBack, refuse
 from widefield.training.heads import has_heads, loss_of_heads
 from widefield.training.reads import Reads
 from widefield.training.replicas import Replicas
+from widefield.training.running_means import RunningMeans
 from widefield.training.schedule import Schedule
 from widefield.training.second_stage import for_loss
 from widefield.training.step_reports import StepReports, nothing_counted
@@ -169,9 +170,8 @@ class Learner:
         with nullcontext() if self.reports is None else self.reports.catching(self.step + 1, passes, self.buffers(), self.undo):
             for number, member in enumerate(turns if self.reports is None or self.reports.held is None else ()):
                 with learning(self.model, member, self.replica.plan):
-                    mean, stops, took = self._turn(
-                        Turn(member, turns[:number], self.step, self.scaler_of(member)), passes, stop
-                    )
+                    turn = Turn(member, turns[:number], self.step, self.scaler_of(member), RunningMeans(self.task, self.model))
+                    mean, stops, took = self._turn(turn, passes, stop)
                 self.losses |= {member: mean} if member else {}
                 loss, wants_to_stop, is_taken = loss + mean, wants_to_stop or stops, is_taken or took
         if self.replicas is not None:
@@ -200,6 +200,7 @@ class Learner:
         is_taken = self._is_taken(turn, loss, passes, scale=scale)
         if is_taken:
             self.before_update()
+            turn.means.update()
             if own_count:
                 self._update(turn.scaler, scale=scale)
             if self.replicas is not None and not turn.after:
@@ -291,7 +292,7 @@ class Learner:
                 own[0] += loss if self._finish is None else loss / self.replica.copies  # every copy has the loss of all
                 own[1] += count
             if last:
-                totals.append(self._start_total(own, passes, stop))
+                totals.append(self._start_total(own, turn.means, passes, stop))
                 if self.together is not self.replica:
                     totals.append(self.replica.start_sum(own[1:].clone()))
 
@@ -305,7 +306,8 @@ class Learner:
                 for module in members_of(self.model).values() if batch.samples == 0 else ():
                     stack.enter_context(inactive(module))
                 self._pass(turn, batch, nominal, partial(on_loss, last=last))
-        loss_sum, count, problems, stops = totals[0]()
+        loss_sum, count, *of_means, problems, stops = totals[0]()
+        turn.means.set_sums_of_step(of_means, count)
         own_count = count if len(totals) == 1 else totals[1]()[0]
         if problems:
             self.together.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
@@ -372,10 +374,11 @@ class Learner:
         sums = total[:-1].view(own.shape) + (own - own.detach())
         return self.task.finish(sums) * total[-1]
 
-    def _start_total(self, own: Tensor, passes: list[Batch], stop: bool) -> Callable[[], list[float]]:
+    def _start_total(self, own: Tensor, means: RunningMeans, passes: list[Batch], stop: bool) -> Callable[[], list[float]]:
+        told = [own, means.sums(own) * float(self.mesh.is_first_of_copy)] if means.decays else [own]
         problem = any(batch.problem is not None for batch in passes)
         rest = torch.tensor([float(problem), float(stop)], dtype=torch.float64).to(own.device, non_blocking=True)
-        return self.together.start_sum(torch.cat([own, rest]))
+        return self.together.start_sum(torch.cat([*told, rest]))
 
     def _update(self, scaler: torch.amp.GradScaler, scale: float) -> None:
         """Scale and clip gradients, and step.  scale: nominal / actual count of losses."""

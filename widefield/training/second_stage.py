@@ -28,6 +28,11 @@ def stages_named(task: Task) -> Sequence[str]:
     return getattr(task, "stages", ())
 
 
+def stages_without_capture(task: Task) -> Sequence[str]:
+    """The stages that are called with as many boxes as images have, so that channels, which capture a call, are not cut."""
+    return stages_named(task)[1:]
+
+
 def completed(
     task: Task,
     model: nn.Module,
@@ -76,17 +81,11 @@ def for_loss(
 
 
 def check_second_stage(config: RunConfig, task: Task, plan: Plan) -> None:
-    """NotImplementedError: channels, for which a module is captured.  ValueError: what a recipe can have of one module only."""
+    """ValueError: what a recipe can have of one module only."""
     names = stages_named(task)
     if not names:
         return
     method = f"task.options.method={getattr(config.task, 'options', {}).get('method')}"
-    if plan.channel > 1:
-        raise NotImplementedError(
-            f"mesh.channel={plan.channel} cuts the channels of a module that is captured for one number of samples, and the "
-            f"second stage of {method} sees as many boxes as an image has; set mesh.channel=1, and cut images by mesh.space or "
-            "weights by mesh.shard"
-        )
     of_one = {
         "model.compile": (config.model.compile, "false", "it compiles the call of one module"),
         "gradient.compression": (plan.compression == "powersgd", "none", "its state is of one module's gradients"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from widefield.losses import widened
 from widefield.parallel.members import members_of, set_members
 from widefield.plans import Plan
 from widefield.tasks import Task
+from widefield.tiled.api import cut_by
+from widefield.tiled.tensor import TiledTensor
 from widefield.training.freezing import why_gradients_are_dropped
+from widefield.training.running_means import RunningMeans
 from widefield.training.second_stage import stages_named
 
 ONE = ("",)
@@ -33,13 +36,14 @@ ONE = ("",)
 class Turn:
     """member: the name of the module that learns; "" of a model that is one.  after: those that learned before in this step.
 
-    step: counted from 0.
+    step: counted from 0.  means: those that the task keeps.
     """
 
     member: str
     after: Sequence[str]
     step: int
     scaler: torch.amp.GradScaler
+    means: RunningMeans = field(default_factory=RunningMeans)
 
 
 def members_named(task: Task) -> Sequence[str]:
@@ -149,11 +153,18 @@ class Draws:
         found = [torch.randn(shape, generator=generator, dtype=torch.float32) for generator in self._generators()]
         return self._stacked(found)
 
+    def normal_like(self, images: Tensor) -> Tensor:
+        """As `normal`, of the shape of images (B, C, *pixels), and in tiles where these are."""
+        found = self.normal(*images.shape[1:])
+        return cut_by(found, images.tile_layout) if type(images) is TiledTensor else found
+
     def _stacked(self, numbers: list[Tensor]) -> Tensor:
         return torch.stack(numbers).to(self._like.device, self._like.dtype)
 
 
 def loss_of_turn(task: Any, turn: Turn, model: nn.Module, image: Tensor, target: Tensor, batch: Batch) -> Tensor:
     """The sum over this rank's samples of the loss of the member whose turn it is, in float32 or wider."""
-    loss = task.turn_loss(turn.member, model, image, target, draw=Draws(batch, turn, image), step=turn.step)
+    turn.means.of_samples = batch.samples > 0
+    more = {"means": turn.means} if turn.means.decays else {}
+    loss = task.turn_loss(turn.member, model, image, target, draw=Draws(batch, turn, image), step=turn.step, **more)
     return widened(loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from widefield.private_torch.modules import BatchNorm, buffers_of
 from widefield.private_torch.tensors import version_counter
 
+Place = tuple[int, str]
+"""Of a buffer: the id of its module, and its name there."""
 PLAIN = (bool, int, float, str, type(None))
 """Types of the plain attributes that are restored: a counter, a mode."""
 
@@ -45,20 +47,35 @@ class ForwardState:
         self.values = [buffer.detach().clone() for *_, buffer in held]
         self.attributes = [(part, part.__dict__.copy()) for part in model.modules()]
 
-    def has_changed(self, *, by_value: bool = False) -> bool:
+    def has_changed(self, *, by_value: bool = False, apart_from: Container[Place] = ()) -> bool:
         """Whether torch drew random numbers, or a buffer was written other than a BatchNorm's, which are synchronized.
 
         Python's and numpy's generators do not count: what they decide is the same for a batch and for its parts.
         by_value: compare the values of buffers, too, since `F.batch_norm` does not increase their version.
+        apart_from: buffers that may be written.
         """
-        return not all(map(torch.equal, self.random, _random_of(self.devices))) or any(
+        return self.has_drawn() or any(
             buffers_of(part).get(name) is not buffer
             or version_counter(buffer) != version
             or by_value
             and not torch.equal(buffer, value)
             for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
-            if not isinstance(part, BatchNorm)
+            if not isinstance(part, BatchNorm) and (id(part), name) not in apart_from
         )
+
+    def has_drawn(self) -> bool:
+        """Whether torch drew random numbers."""
+        return not all(map(torch.equal, self.random, _random_of(self.devices)))
+
+    def written(self) -> dict[Place, Tensor | None]:
+        """Copies of the buffers that were written, but for a BatchNorm's; None: it is no buffer any more."""
+        found = dict[Place, Tensor | None]()
+        for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
+            now = buffers_of(part).get(name)
+            is_same = now is buffer and version_counter(buffer) == version and torch.equal(buffer, value)
+            if not isinstance(part, BatchNorm) and not is_same:
+                found[id(part), name] = None if now is None else now.detach().clone()
+        return found
 
     @torch.no_grad()
     def restore(self) -> None:

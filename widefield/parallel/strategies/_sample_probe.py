@@ -5,13 +5,15 @@ For models with an operation that has no rule for rows of a batch, so that the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from widefield.parallel.strategies._forward_state import ForwardState, Place
 from widefield.private_torch.dispatcher import OpOverload, TorchDispatchMode
 from widefield.private_torch.modules import BatchNorm
 from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -24,14 +26,63 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 """The relative difference that rounding may make, 0.01 for other dtypes; mixed samples differ by more."""
 
 
-def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> bool:
+def mix_among_themselves(
+    model: nn.Module, run: Callable, args: tuple, kwargs: dict, samples: Sequence[Tensor], before: ForwardState
+) -> bool:
     """Whether the model gives another result for `samples` and as many others together than for each half alone.
 
     The results of operations without a rule are also compared one by one, on random numbers too, since later operations may
     hide a difference; so are the operations behind them, except those that only move elements.  BatchNorms use their running
-    statistics meanwhile, since they are synchronized anyway.
+    statistics meanwhile, since they are synchronized anyway.  before: of the model; each run begins with it.
     """
+    found, called = [], [_Unknown(), _Unknown(), _Unknown()]
+    for (own_args, own_kwargs), calls in zip(_halves_and_both(args, kwargs, samples), called, strict=True):
+        with _from(before, model), calls:
+            found.append(_numbers_of(run(*own_args, **own_kwargs)))
+    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
+    return any(mixed) or any(_call_mixes(*calls) for calls in zip(*_matched([each.calls for each in called]), strict=False))
+
+
+def writes_without_samples(
+    model: nn.Module, run: Callable, args: tuple, kwargs: dict, samples: Sequence[Tensor], before: ForwardState
+) -> dict[Place, Tensor | None] | None:
+    """What a forward writes to buffers, where that is the same for `samples`, for others and for both together; else None.
+
+    As the vectors of a spectral norm.  None also where the forward draws random numbers.  before: of the model, which has that
+    state again afterwards.
+    """
+    found, draws = [], False
+    for own_args, own_kwargs in _halves_and_both(args, kwargs, samples):
+        with _from(before, model):
+            run(*own_args, **own_kwargs)
+        found.append(before.written())
+        draws = draws or before.has_drawn()
+    before.restore()
+    return None if draws or not _are_equal(found[0], found[1]) or not _are_equal(found[0], found[2]) else found[0]
+
+
+def _are_equal(some: Mapping[Place, Tensor | None], others: Mapping[Place, Tensor | None]) -> bool:
+    pairs = [(value, others[place]) for place, value in some.items() if place in others]
+    are_there = len(pairs) == len(some) == len(others)
+    return are_there and all(one is not None and other is not None and torch.equal(one, other) for one, other in pairs)
+
+
+@contextmanager
+def _from(before: ForwardState, model: nn.Module) -> Iterator[None]:
+    """Inside, the model begins with that state, and BatchNorms use their running statistics."""
+    before.restore()
     norms = [part for part in model.modules() if isinstance(part, BatchNorm) and part.training]
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
+
+
+def _halves_and_both(args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> list[tuple[tuple, dict]]:
+    """The arguments with `samples`, with as many others, and with both in one batch."""
 
     def others(leaf: Any, *, with_first: bool) -> Any:
         if not any(leaf is sample for sample in samples):
@@ -40,18 +91,7 @@ def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: d
         return torch.cat([leaf, more]) if with_first else more
 
     changes = (_as_it_is, partial(others, with_first=False), partial(others, with_first=True))
-    found, called = [], [_Unknown(), _Unknown(), _Unknown()]
-    for norm in norms:
-        norm.training = False
-    try:
-        for change, calls in zip(changes, called, strict=True):
-            with calls:
-                found.append(_numbers_of(run(*tree_map(change, args), **tree_map(change, kwargs))))
-    finally:
-        for norm in norms:
-            norm.training = True
-    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
-    return any(mixed) or any(_call_mixes(*calls) for calls in zip(*_matched([each.calls for each in called]), strict=False))
+    return [(tree_map(change, args), tree_map(change, kwargs)) for change in changes]
 
 
 def _matched(called: list[list[_Call]]) -> list[list[_Call]]:
@@ -130,7 +170,10 @@ class _Unknown(TorchDispatchMode):
         self._is_behind = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kinds = {type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        kinds = {type(leaf) for leaf in tensors}
+        if any(leaf.is_meta for leaf in tensors):  # a capture's shapes, which have no numbers
+            return func(*args, **(kwargs or {}))
         if is_unknown(func) and "c10d" not in func.namespace and kinds and kinds <= _NUMBERS:
             self.calls.append((func, tree_map(_copied, args), tree_map(_copied, kwargs or {})))
             self._is_behind = True

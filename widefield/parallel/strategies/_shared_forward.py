@@ -5,9 +5,9 @@ synchronized; in random numbers, which one device draws for the whole batch; in 
 statistics of an InstanceNorm or a queue; and in a layer that mixes samples, as a minibatch standard deviation.  A model with
 one of the last three runs on tiled tensors whose batch dim is cut over copies, by the same rules as images.
 
-Which models these are is detected.  A forward that draws or writes is run again on rows of the batch.  A model's first training
-forward also runs on rows once: samples interact where an operation communicates between copies, or where outputs differ from
-those of this copy alone.
+Which models these are is detected.  A forward that draws or writes is run again on rows of the batch, unless what it writes
+is the same whatever the samples are, as by a spectral norm.  A model's first training forward also runs on rows once: samples
+interact where an operation communicates between copies, or where outputs differ from those of this copy alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ from widefield.comm import collectives
 from widefield.comm.mesh import Mesh, control_device
 from widefield.parallel.inactive import is_inactive, on_rows, real_buffers
 from widefield.parallel.strategies._forward_route import Compiled
-from widefield.parallel.strategies._forward_state import ForwardState
-from widefield.parallel.strategies._sample_probe import differ, mix_among_themselves
+from widefield.parallel.strategies._forward_state import ForwardState, Place
+from widefield.parallel.strategies._sample_probe import differ, mix_among_themselves, writes_without_samples
 from widefield.parallel.strategies._shared_batch import BatchShare, EnterBatch, dims_of_samples, leave_batch, strides_of_batch
 from widefield.parallel.strategies._unit_calls import RanksDiverged
 from widefield.private_torch.modules import BatchNorm
@@ -60,6 +60,8 @@ class SharedForward:
         """Whether samples interact, by `training`; a mode without an entry is not known yet."""
         self.rows_each: dict[bool, list[list[int] | None]] = {}
         """By `training`, for each dim of each output, how many entries belong to a sample; None for an output without dims."""
+        self.free_writes: dict[bool, Container[Place]] = {}
+        """By `training`, the buffers that a forward writes alike on all copies, whatever their samples are."""
         self.has_run: set[bool] = set()
         """The modes in which a forward has run on rows.  Until then an error means that the model cannot run on them."""
         self.gives_sums = False
@@ -81,7 +83,7 @@ class SharedForward:
             return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
         before = ForwardState(model)
         output = run(*args, **kwargs)
-        if not before.has_changed() or not self._on_any_rank(True):
+        if not before.has_changed(apart_from=self.free_writes[model.training]) or not self._on_any_rank(True):
             return output
         before.restore()
         self.mixes_samples[model.training] = True
@@ -121,8 +123,26 @@ class SharedForward:
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets, statistics = self._on_any_rank(before.has_changed(by_value=True)), _statistics(model)
             before.restore()
+            self.free_writes[model.training] = ()
+            if meets:
+                meets = not self._writes_alike(model, run, args, kwargs, before)
             self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
             before.restore()
+
+    def _writes_alike(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, before: ForwardState) -> bool:
+        """Whether a forward changes nothing but buffers, which it writes alike on all copies, whatever their samples are."""
+        found = None
+        try:
+            found = writes_without_samples(model, run, args, kwargs, _samples_in(args, kwargs), before)
+        except Exception:  # it cannot run on twice the samples, so nothing is known
+            before.restore()
+        if self._on_any_rank(found is None):
+            return False
+        total = _sum_of_others(tuple((found or {}).values()), {}, [])
+        totals = torch.tensor([total, -total], device=control_device(self.group))
+        dist.all_reduce(totals, dist.ReduceOp.MAX, group=self.group)
+        self.free_writes[model.training] = found or {}
+        return not totals.sum().item()
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[list[int] | None]:
         """For each dim of each output, how many entries may belong to a sample, from the outputs of each copy alone.
@@ -180,7 +200,7 @@ class SharedForward:
         """Whether this copy's samples interact; NotImplementedError, on every rank: on some copy that cannot be decided."""
         mixes, failed = False, None
         try:
-            mixes = mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs))
+            mixes = mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs), ForwardState(model))
         except Exception as error:
             failed = error
         if self._on_any_rank(failed is not None):

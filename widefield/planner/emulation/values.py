@@ -283,6 +283,7 @@ class Emulation(TorchDispatchMode):
             index=torch.zeros(rows, dtype=torch.int64),
             moments=None if batch.moments is None else self.like(batch.moments, rows),
             samples=samples,
+            seeds=[0] * rows,
         )
 
 
