@@ -15,6 +15,7 @@ from command import DIGITS, record, wait_for_step
 from command import ranks_of as processes_of
 from command import run as run_command
 from command import start as start_command
+from marks import few
 from ranks import on_ranks
 
 from widefield.agreement.sample_account import times_learned
@@ -183,7 +184,7 @@ def _own_code(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_own_code")
-@pytest.mark.parametrize("killed", [0, 3])
+@pytest.mark.parametrize("killed", few([0, 3], 3, is_sweep=True))
 def test_a_killed_worker_or_server_takes_what_was_left_with_it(tmp_path, killed):
     """The log says so: its replay, in which a worker that begins anew has nothing left, computes the same weights."""
     section = "agreement={name: server, compression: topk, compression_share: 0.2}"

@@ -23,7 +23,7 @@ AGREEMENTS = {
 
 
 @pytest.mark.usefixtures("_own_code")
-@pytest.mark.parametrize("name", few(AGREEMENTS, "asynchronous", then=["synchronous"], is_sweep=True))
+@pytest.mark.parametrize("name", few(AGREEMENTS, "asynchronous", is_sweep=True))
 def test_a_worker_that_was_killed_comes_back_and_learns_from_further_samples(tmp_path, monkeypatch, name):
     folder = tmp_path / "run"
     monkeypatch.setenv("TEST_RETURN", str(tmp_path / "returned"))

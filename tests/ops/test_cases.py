@@ -11,7 +11,7 @@ import devices
 import pytest
 import torch
 from devices import on_gpu_too
-from marks import LONG_ON_CPU, SWEEP
+from marks import SWEEP, SWEEP_ON_CPU
 from ranks import on_ranks
 
 from widefield import ops
@@ -57,7 +57,7 @@ def cases_of(family: str) -> list[RuleCase]:
 
 def marks_of(family: str, grid: tuple[int, ...]) -> list[pytest.MarkDecorator]:
     if grid in LONG:
-        return [LONG_ON_CPU] * (family in LONG[grid])
+        return list(SWEEP_ON_CPU) * (family in LONG[grid])
     if grid == (4,):  # whose ways are those of (3,)
         return [pytest.mark.cpu, *SWEEP]
     return [pytest.mark.cpu, *[pytest.mark.long] * (family not in SHORT.get(grid, ()))]

@@ -72,7 +72,7 @@ def assert_equal(found: dict[str, list[float]], wanted: dict[str, list[float]]) 
         pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
         pytest.param(Plan(replicate=3), marks=SWEEP_ON_CPU),
         pytest.param(Plan(replicate=2, space=[1, 2]), marks=SWEEP_ON_CPU),
-        pytest.param(Plan(shard=2, space=[2, 1]), marks=pytest.mark.long),
+        pytest.param(Plan(shard=2, space=[2, 1]), marks=SWEEP_ON_CPU),
         Plan(channel=2),
         pytest.param(Plan(channel=2, space=[2, 1]), marks=SWEEP_ON_CPU),
         pytest.param(Plan(channel=2, replicate=2), marks=SWEEP_ON_CPU),
@@ -135,6 +135,7 @@ def of_backbones(mesh: Mesh) -> dict[str, list[float]]:
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_backbones_of_libraries_on_tiles_are_those_of_one_rank():
     wanted = of_backbones(Mesh(ALONE, World(), here()))
     for found in on_ranks(2, of_backbones, plan=Plan(space=[2, 1])):

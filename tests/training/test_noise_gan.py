@@ -139,9 +139,9 @@ def alone(work) -> list:
         Plan(replicate=2),
         Plan(space=[2, 1]),
         pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
-        Plan(shard=2),
+        pytest.param(Plan(shard=2), marks=SWEEP_ON_CPU),  # as below, with penalties
         pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=SWEEP_ON_CPU),
-        pytest.param(Plan(channel=2), marks=pytest.mark.long),
+        pytest.param(Plan(channel=2), marks=SWEEP_ON_CPU),
     ],
     ids=str,
 )
