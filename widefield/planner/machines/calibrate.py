@@ -29,6 +29,7 @@ from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import cpu_clock, measure_events, on_cpu
 from widefield.plans import Plan
 from widefield.private_torch.dispatcher import TorchDispatchMode
+from widefield.streaming.storage.heap import keep_freed_memory
 from widefield.tiled.api import tile
 from widefield.verification.own_ranks import on_own_ranks
 
@@ -52,10 +53,12 @@ def calibrate(
     device: the CPU by default, with torch's number of threads and, as ranks that share its cores have them, with one.
     seconds: that it may take, about.  say: told each part.
     keep: whether to write a file for each number of threads; see calibration.py for where they are.
-    Returns what was measured with torch's number of threads.
+    Returns what was measured with torch's number of threads.  On the CPU this process keeps the memory that tensors give up.
     """
     device = device or torch.device("cpu")
     messages, per_message = _messages(seconds, say) if device.type == "cpu" else ([], 0.0)
+    if device.type == "cpu":
+        keep_freed_memory()  # as in a step
     own = torch.get_num_threads()
     counts = sorted({1, own}) if device.type == "cpu" else [own]
     try:

@@ -12,6 +12,7 @@ from widefield.planner.machines.calibration import calibration_path, write_calib
 from widefield.planner.machines.cluster import Cluster
 from widefield.planner.machines.timing import measure_signatures
 from widefield.planner.step_record import OpEvent, StepRecord
+from widefield.streaming.storage.heap import keep_freed_memory
 
 MOST_OF_MEMORY = 1 / 8
 """Of a device's memory, that the numbers of a kernel may take: its result and its workspace come on top."""
@@ -37,6 +38,7 @@ class OwnKernels:
         try:
             if self.device.type == "cpu":
                 torch.set_num_threads(int(self.calibration.conditions["threads"]))
+                keep_freed_memory()  # as in a step
             for record in records:
                 left = self.left - (time.monotonic() - began)
                 if left > 0:

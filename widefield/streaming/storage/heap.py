@@ -1,4 +1,6 @@
-"""Gives freed memory of the heap back to the system: before memory is measured, and while a stream runs without gradients.
+"""What becomes of the CPU's freed memory: a training step without a stream keeps it, since the next one wants it again.
+
+It is given back to the system before memory is measured, and while a stream runs without gradients.
 
 The C library keeps what is freed below a block that is still in use, and oneDNN leaves such blocks all over: it caches a
 program for every shape of a tile.  Tiles of a volume made a process grow by some 10 MiB each (docs/log.md, 2026-11-25).
@@ -7,6 +9,7 @@ program for every shape of a tile.  Tiles of a volume made a process grow by som
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -21,7 +24,25 @@ program runs, and lets tensors below lie between each other."""
 _MMAP_THRESHOLD = -3
 """mallopt's number for it."""
 
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+"""Variables of the environment by which a user tells glibc's malloc what to do."""
+
 _called = 0.0
+
+
+def keep_freed_memory() -> bool:
+    """From now on, memory that tensors on the CPU give up stays with this process, until it ends; returns whether it does.
+
+    glibc returns what lies at the heap's end, and blocks above 32 MiB at once; to get it again costs a page fault for each
+    4 KiB, a tenth to a third of a step's time (docs/log.md, 2026-11-27).  The process then has the memory of its largest step,
+    and some more for what lies between blocks.  False, and nothing is done: the C library is another one, or a variable of
+    OF_THE_USER or GLIBC_TUNABLES says how memory is to be kept.
+    """
+    library = _glibc()
+    if library is None or any(name in os.environ for name in OF_THE_USER) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    return bool(library.mallopt(_TRIM_THRESHOLD, -1) and library.mallopt(_MMAP_MAX, 0))
 
 
 def trimmed(tiles: Iterable[T], keeps: bool = False) -> Iterator[T]:
