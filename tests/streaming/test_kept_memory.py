@@ -1,0 +1,47 @@
+"""Does memory that tensors give up stay with a process that trains on the CPU, unless its user says otherwise?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource
+import torch
+from widefield.streaming.storage.heap import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+kept = keep_freed_memory()
+for _ in range(3):
+    torch.ones(2**24), torch.ones(2**20)
+before = faults()
+for _ in range(4):
+    torch.ones(2**24), torch.ones(2**20)
+print(kept, faults() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "keeps"),
+    [
+        ({}, True),
+        ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, False),
+    ],
+    ids=["nothing said", "a variable", "a tunable"],
+)
+def test_freed_memory_is_kept_unless_the_environment_says_how(told, keeps):
+    """Blocks of 64 MiB: 16,384 pages of 4 KiB each time they are new."""
+    if sys.platform != "linux":
+        pytest.skip("glibc's malloc")
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, **told}, capture_output=True, text=True, check=True
+    )
+    kept, faults = found.stdout.split()
+    assert kept == str(keeps)
+    assert int(faults) < 1000 if keeps else int(faults) > 30_000
