@@ -29,7 +29,7 @@ from widefield.plans import check, plan_of, refit, to_text
 from widefield.quantity import count_of
 from widefield.refusal import TO_BE_CONTINUED
 from widefield.streaming import progress
-from widefield.streaming.storage.heap import keep_freed_memory
+from widefield.streaming.storage.heap import keep_memory_of_steps
 from widefield.training.assemble import Parts, assemble, learner_of, rebuilt, training_batches, write_model_of
 from widefield.training.batch_finder import find_batch_size, without_model
 from widefield.training.checkpoint import Checkpoints, Found
@@ -133,8 +133,7 @@ def _train(
     mesh.together(lambda: check_fresh(folder, passed_over=warnings) if mesh.is_main and found is None else None)
     parts, why_batch = _parts_of(config, folder, mesh, interrupt, given, goes_on=found is not None)
     config = parts.config
-    if mesh.device.type == "cpu" and mesh.plan.stream is None:
-        keep_freed_memory()
+    keep_memory_of_steps(mesh)
     learner, reasons = mesh.together(lambda: learner_of(parts))
     learner.guard = Guard(config.guard)
     last = config.schedule.length.in_steps(learner.steps.per_epoch)

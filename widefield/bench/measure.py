@@ -28,7 +28,7 @@ from widefield.launchers import world_from
 from widefield.own_code import look_in
 from widefield.plans import check, plan_of, to_text
 from widefield.refusal import is_ours
-from widefield.streaming.storage.heap import keep_freed_memory
+from widefield.streaming.storage.heap import keep_memory_of_steps
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches
 from widefield.training.loop import Learner, NonFiniteLossError
 from widefield.training.memory import peak_memory_bytes
@@ -62,8 +62,7 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
     check(plan, ranks=world.size, samples_per_step=config.data.batch)
     mesh = join(world, plan, timeout_seconds=TIMEOUT_SECONDS)
     at_start = 0 if mesh.device.type == "cuda" else peak_memory_bytes(mesh.device)  # Python, torch and its libraries
-    if mesh.device.type == "cpu" and plan.stream is None:
-        keep_freed_memory()
+    keep_memory_of_steps(mesh)
     parts = mesh.together(lambda: assemble(config, mesh))
     learner, reasons = mesh.together(lambda: learner_of(parts))
     warmup = _warmup_of(order["warmup"], parts)

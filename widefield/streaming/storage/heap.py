@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TypeVar
 
+from widefield.comm.mesh import Mesh
+
 T = TypeVar("T")
 SECONDS = 1.0
 """Between two calls, at least: one takes some 50 ms where the heap has hundreds of MiB."""
@@ -43,6 +45,12 @@ def keep_freed_memory() -> bool:
     if library is None or any(name in os.environ for name in OF_THE_USER) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     return bool(library.mallopt(_TRIM_THRESHOLD, -1) and library.mallopt(_MMAP_MAX, 0))
+
+
+def keep_memory_of_steps(mesh: Mesh) -> None:
+    """`keep_freed_memory` before training steps on the CPU, but not with a stream, whose aim is little memory."""
+    if mesh.device.type == "cpu" and mesh.plan.stream is None:
+        keep_freed_memory()
 
 
 def trimmed(tiles: Iterable[T], keeps: bool = False) -> Iterator[T]:
