@@ -20,7 +20,7 @@ from widefield.config.recipe import EVALUATED, PREDICTED, on_mesh_of
 from widefield.data import Dataset
 from widefield.naming import did_you_mean
 from widefield.parallel.members import members_of
-from widefield.parallel.parallelize import parallelize_average, parallelize_members
+from widefield.parallel.parallelize import parallelize_average
 from widefield.plans import Plan, plan_of
 from widefield.tasks import noise_of
 from widefield.training.assemble import Parts, assemble, evaluate_parts
@@ -29,7 +29,7 @@ from widefield.training.disk import replace_text
 from widefield.training.evaluate import Evaluation
 from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.run_folder import MODEL, existing_folder, read_model, save_weights, stored_dataset
-from widefield.training.second_stage import check_second_stage, stages_named, stages_without_capture
+from widefield.training.second_stage import check_second_stage, stages_named
 
 
 def evaluate_run(
@@ -102,12 +102,8 @@ def _keep_part(parts: Parts) -> None:
     sample = like.to(memory_format=parts.preparation(train=False).format_of(like))
     parts.model.eval()  # strategies look at the model in the mode in which it will run: without dropout
     check_second_stage(parts.config, parts.task, parts.mesh.plan)
-    if stages_named(parts.task):
-        names, undivided = list(members_of(parts.model)), stages_without_capture(parts.task)
-        samples = dict.fromkeys(names, (sample,))
-        parallelize_members(parts.model, parts.mesh, samples=samples, is_average=True, undivided=undivided)
-    else:
-        parallelize_average(parts.model, parts.mesh, sample=sample)
+    for member in members_of(parts.model).values() if stages_named(parts.task) else [parts.model]:
+        parallelize_average(member, parts.mesh, sample=sample)
 
 
 def single_rank(

@@ -24,7 +24,7 @@ from widefield.planner.machines.cluster import Cluster
 from widefield.planner.machines.cluster_text import cluster_of
 from widefield.planner.machines.own_kernels import OwnKernels, is_here
 from widefield.plans import plan_of
-from widefield.streaming.storage.heap import keep_freed_memory
+from widefield.streaming.storage.heap import keep_memory_of_steps
 
 WARMUP = 2
 HOLD_OUT = ("resnet", "unet", "resnet50", "densenet", "unet 3-D")
@@ -49,7 +49,7 @@ def seconds_of_steps(mesh: Mesh, case: TruthCase, steps: int) -> list[float] | s
         learner, batches = learner_and_batches(mesh, case)
     except (ValueError, NotImplementedError) as error:
         return str(error)
-    keep_freed_memory()  # as a run does
+    keep_memory_of_steps(mesh)  # as a run does
     found = []
     for _ in range(WARMUP + steps):
         mesh.barrier()

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import resource
 import torch
-from widefield.streaming.storage.heap import keep_freed_memory
+from widefield.streaming.storage.heap import keep_freed_memory, trimmed
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -22,7 +22,12 @@ for _ in range(3):
 before = faults()
 for _ in range(4):
     torch.ones(2**24), torch.ones(2**20)
-print(kept, faults() - before)
+first = faults() - before
+list(trimmed([1]))  # as a stream without gradients does
+before = faults()
+for _ in range(4):
+    torch.ones(2**24), torch.ones(2**20)
+print(kept, first, faults() - before)
 """
 
 
@@ -42,6 +47,7 @@ def test_freed_memory_is_kept_unless_the_environment_says_how(told, keeps):
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**os.environ, **told}, capture_output=True, text=True, check=True
     )
-    kept, faults = found.stdout.split()
+    kept, faults, faults_in_stream = found.stdout.split()
     assert kept == str(keeps)
     assert int(faults) < 1000 if keeps else int(faults) > 30_000
+    assert int(faults_in_stream) > 30_000

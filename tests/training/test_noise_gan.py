@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from devices import here, on_gpu_too
@@ -21,6 +23,7 @@ from widefield.plans import Plan
 from widefield.tasks.gan import Adversarial
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.evaluation import Evaluation
+from widefield.training.running_means import register_means
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -226,6 +229,15 @@ def test_a_step_is_emulated_without_data(space):
     given = stand_in_data((1, 16, 16), classes=10, samples=6)
     config = RECIPE.config(f"mesh.space={space}", "data.read=[]", "task.options.gradient_penalty=1", *PATHS)
     assert emulated_step(config, ranks=space[0], given=given).peak_bytes > 10**5
+
+
+def test_a_model_that_has_something_of_a_means_name_is_refused():
+    task, model = SimpleNamespace(running_means={"path_length": 0.1}), torch.nn.Module()
+    model.path_length = 3
+    with pytest.raises(
+        ValueError, match=r"the task keeps a mean 'path_length' in the model, a Module, which has one; rename it"
+    ):
+        register_means(model, task, CPU)
 
 
 def test_a_run_with_lengths_of_paths_resumes_and_is_evaluated_again(tmp_path):

@@ -30,6 +30,14 @@ def lost(whom: str, why: str) -> PeerFailedError:
     )
 
 
+def part_is_gone(rank: int, why: str) -> str:
+    """What the first server and workers say of a further server that was lost, whoever finds out first."""
+    return (
+        f"the server on rank {rank} is gone ({why}), and with it its part of the weights. The same command goes on from the "
+        "newest checkpoint"
+    )
+
+
 @contextmanager
 def failure_is_told(ask: Ask, whom: str) -> Iterator[None]:
     """Inside, an error of this rank is told to the one that answers, which then says why the run ends."""

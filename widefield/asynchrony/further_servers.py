@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from widefield.agreement.server import even_parts
 from widefield.agreement.serving import Share
 from widefield.asynchrony import part_messages as messages
+from widefield.asynchrony.asking import part_is_gone
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.held_weights import Update
 from widefield.asynchrony.messages import FAILED, text_of
@@ -43,10 +44,7 @@ class FurtherServers:
             return came
         rank, message = came
         if isinstance(message, LostPeer):
-            raise AgreedError(
-                f"the server on rank {rank} is gone ({message.why}), and with it its part of the weights. The same command "
-                "goes on from the newest checkpoint"
-            )
+            raise AgreedError(part_is_gone(rank, message.why))
         if message.kind == FAILED:
             raise AgreedError(f"the server on rank {rank}: {text_of(message)}")
         if message.kind != messages.NEXT:

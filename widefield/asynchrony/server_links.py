@@ -13,7 +13,7 @@ import torch
 
 from widefield.agreement.server import even_parts
 from widefield.asynchrony import part_messages
-from widefield.asynchrony.asking import Ask, asked_of
+from widefield.asynchrony.asking import Ask, asked_of, part_is_gone
 from widefield.asynchrony.flat_model import FlatModel
 from widefield.asynchrony.messages import ASK, END, GIVE, HELLO, check_finite, pushed
 from widefield.comm.failure import PeerFailedError
@@ -24,6 +24,18 @@ END_SECONDS = 10.0
 
 def _ask_server(ask: Ask, message: Message) -> Message:
     return asked_of(ask, "the server", message)
+
+
+def _asking_further(channel: Channel) -> Ask:
+    """A request to a further server.  PeerFailedError: it is gone."""
+
+    def ask(message: Message) -> Message:
+        try:
+            return channel(message)
+        except RuntimeError as error:
+            raise PeerFailedError(part_is_gone(channel.peer, str(error).splitlines()[0])) from error
+
+    return ask
 
 
 @dataclass
@@ -100,11 +112,11 @@ class ServerLinks:
     ) -> None:
         self._channels = [first, *further, *pushes]
         self._first, self._flat, self._worker = first, flat, worker
-        self._links = [_AskingThread(ask) for ask in further]
+        self._links = [_AskingThread(_asking_further(one)) for one in further]
         self._parts = even_parts(flat.numel, 1 + len(further)) if further else []
         self._ahead = _AskingThread(self._pull) if pushes else None
         self._push = pushes[0] if pushes else None
-        self._bringing = [_AskingThread(ask) for ask in pushes[1:]] if pushes else self._links
+        self._bringing = [_AskingThread(_asking_further(one)) for one in pushes[1:]] if pushes else self._links
 
     def close(self) -> None:
         """The run ends here, however it does."""
@@ -140,7 +152,7 @@ class ServerLinks:
         for link, part in zip(self._bringing, self._parts[1:], strict=True):
             link.post(part_messages.bring(gradient.share, gradient.gradient[part]))
         for link in self._bringing:
-            _ask_server(lambda _, link=link: link.answer(), message)  # OUT or END: the first server says why
+            link.answer()  # OUT or END: the first server says why
         values = torch.cat([gradient.gradient[self._parts[0]], gradient.statistics])
         return Message(message.kind, message.ints, message.floats, values)
 
@@ -154,7 +166,7 @@ class ServerLinks:
             return answer
         assert answer.values is not None, "the first server gives its part"
         own, rest = answer.values.split([self._parts[0].stop, len(answer.values) - self._parts[0].stop])
-        found = [_ask_server(lambda _, link=link: link.answer(), message) for link in self._links]
+        found = [link.answer() for link in self._links]
         for one in found:
             if one.kind != part_messages.STATE:  # the run ends, or this worker was struck out: the first server says which
                 return _ask_server(self._first, Message(HELLO))

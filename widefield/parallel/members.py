@@ -5,17 +5,21 @@ Such a model is a module that has the others, by name.  It is not parallelized i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from weakref import WeakKeyDictionary
+from collections.abc import Collection, Mapping
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 _MEMBERS: WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
 
 
-def set_members(model: nn.Module, members: Mapping[str, nn.Module]) -> None:
+_UNDIVIDED: WeakSet[nn.Module] = WeakSet()
+
+
+def set_members(model: nn.Module, members: Mapping[str, nn.Module], *, undivided: Collection[str] = ()) -> None:
     """Say that `model` consists of these modules, which are parallelized each by itself.
 
+    undivided: those of which every rank of a channel axis has all, since no capture can hold what they are called with.
     ValueError: a parameter of the model is in none of them, or in two, which would learn in both turns.
     """
     owners: dict[int, list[str]] = {}
@@ -28,6 +32,12 @@ def set_members(model: nn.Module, members: Mapping[str, nn.Module]) -> None:
             where = f"in {' and '.join(found)}" if found else f"in none of {', '.join(members)}"
             raise ValueError(f"the parameter '{name}' is {where}; each parameter learns in the turns of one module")
     _MEMBERS[model] = dict(members)
+    _UNDIVIDED.update(members[name] for name in undivided)
+
+
+def is_undivided(member: nn.Module) -> bool:
+    """Whether no rank has only a part of this member, see `set_members`."""
+    return member in _UNDIVIDED
 
 
 def members_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -20,7 +20,7 @@ from widefield.config.strategies import STRATEGIES
 from widefield.fallback import Fallback, in_words
 from widefield.naming import load_all
 from widefield.parallel import optimizer_steps
-from widefield.parallel.members import members_of
+from widefield.parallel.members import is_undivided, members_of
 from widefield.parallel.strategies import Phase, data, fully_shard
 from widefield.parallel.strategies._forward_state import without_trace
 from widefield.parallel.strategies._optimizer_shards import share_states as share_optimizer_states
@@ -58,37 +58,30 @@ def parallelize(
     ValueError, on every rank: ranks have different models, or this model is sharded already.  NotImplementedError: lazy
     parameters, layers with sparse gradients; and what a strategy refuses.
     """
-    return _parallelized(model, mesh, trial_step=trial_step or rehearse, sample=sample)
-
-
-def _parallelized(
-    model: nn.Module,
-    mesh: Mesh,
-    *,
-    trial_step: Callable[[], Tensor] | None,
-    sample: Tensor | tuple[Tensor, ...] | None,
-    is_divided: bool = True,
-) -> nn.Module:
-    """`parallelize`.  is_divided: whether channels and stages are cut; else each rank runs all of the model."""
+    trial_step = trial_step or rehearse
     check_steps_together(mesh.plan, "`parallelize` makes all copies step together (`wf.train` and the command can do both)")
     if mesh.size > 1:
         _refuse_sharded(model)
         check_same_model(model, mesh)
     if dist.is_initialized():
         SyncBatchNorm.adopt(model)
-    found: list[str | Fallback] = []
+    found = _begun_whole(model, mesh)
     watched = None if trial_step is None else _WatchedStep(trial_step, model)
-    for strategy in _strategies(mesh.plan):
-        if strategy.PHASE == Phase.SPLIT and not is_divided:
-            broadcast_weights(model, mesh)
-            found.append(f"mesh.{strategy.AXIS}: every rank of the axis has this module whole, and runs it on the same values")
-            continue
+    for strategy in _strategies_for(model, mesh.plan):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
         found += strategy.apply(model, mesh, trial_step=watched, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
     _CHOICES[model] = [*_of_one_rank(mesh), *mesh.reasons, *found, *([] if watched is None else watched.gathered)]
     return model
+
+
+def _begun_whole(model: nn.Module, mesh: Mesh) -> list[str | Fallback]:
+    """Give the ranks of a channel axis the same weights of a module that no rank divides; the reason, [] of any other."""
+    if mesh.plan.channel == 1 or not is_undivided(model):
+        return []
+    broadcast_weights(model, mesh)
+    return ["mesh.channel: every rank of the axis has this module whole, and runs it on the same values"]
 
 
 def _of_one_rank(mesh: Mesh) -> list[str]:
@@ -117,15 +110,13 @@ def parallelize_members(
     model: nn.Module,
     mesh: Mesh,
     *,
+    trial_steps: Mapping[str, Callable[[], Tensor]],
     samples: Mapping[str, tuple[Tensor, ...]],
-    trial_steps: Mapping[str, Callable[[], Tensor]] | None = None,
     is_average: bool = False,
-    undivided: Collection[str] = (),
 ) -> nn.Module:
     """`parallelize` of each member of a model, see members.py; returns the same model, changed in place.
 
     trial_steps, samples: as for `parallelize`, by the member's name.  is_average: `parallelize_average` in its place.
-    undivided: members of which no rank has only some channels, since no capture can hold what they are called with.
     NotImplementedError: stages, of which a pipeline runs forward and backward of one module in one call.
     """
     if mesh.plan.stage > 1:
@@ -134,15 +125,13 @@ def parallelize_members(
             f"model's {' and '.join(members_of(model))} learn by turns through each other; set mesh.stage=1, and cut images by "
             "mesh.space or channels by mesh.channel"
         )
-    apply = _parallelized_average if is_average else _parallelized
+    apply = parallelize_average if is_average else parallelize
     members = members_of(model)
     for name, member in members.items():
         with ExitStack() as stack:
             for other in members.values():  # a trial step runs them too, and may write to their buffers
                 stack.enter_context(without_trace(other) if other is not member else nullcontext())
-            apply(
-                member, mesh, trial_step=(trial_steps or {}).get(name), sample=samples[name], is_divided=name not in undivided
-            )
+            apply(member, mesh, trial_step=trial_steps[name], sample=samples[name])
         specs = {f"{name}.{path}": spec for path, spec in sharded_state.registered(member).items()}
         if specs:
             sharded_state.register(model, specs)
@@ -161,19 +150,8 @@ def parallelize_average(
     Its weights are sharded as those of a model that is trained, so that each shard averages the same shard.  It gets no
     gradient averaging.  trial_step, sample: as for `parallelize`.
     """
-    return _parallelized_average(copy, mesh, trial_step=trial_step, sample=sample)
-
-
-def _parallelized_average(
-    copy: nn.Module,
-    mesh: Mesh,
-    *,
-    trial_step: Callable[[], Tensor] | None,
-    sample: Tensor | tuple[Tensor, ...] | None,
-    is_divided: bool = True,
-) -> nn.Module:
-    for strategy in _strategies(mesh.plan):
-        if (strategy.PHASE == Phase.SPLIT and is_divided) or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
+    for strategy in _strategies_for(copy, mesh.plan):
+        if strategy.PHASE == Phase.SPLIT or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
             more = {"trial_step": trial_step, "sample": sample} if strategy.PHASE == Phase.SPLIT else {}
             strategy.apply(copy, mesh, **more)
     return copy
@@ -294,6 +272,11 @@ def _of_plan(model: nn.Module) -> list[Fallback]:
 def _choices(model: nn.Module) -> list[tuple[str, str | Fallback]]:
     """Each with the name of the member of the model that it is about; "" where the model is one."""
     return [(name, choice) for name, member in members_of(model).items() for choice in _CHOICES.get(member, [])]
+
+
+def _strategies_for(model: nn.Module, plan: Plan) -> list[ModuleType]:
+    """`_strategies`, of a member that stays whole without those that divide a module."""
+    return [strategy for strategy in _strategies(plan) if strategy.PHASE != Phase.SPLIT or not is_undivided(model)]
 
 
 def _strategies(plan: Plan) -> list[ModuleType]:

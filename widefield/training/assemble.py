@@ -60,7 +60,7 @@ from widefield.training.replica_kinds import check_replicas, replicas_of
 from widefield.training.replicas import Replicas
 from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
-from widefield.training.second_stage import check_second_stage, stages_named, stages_without_capture
+from widefield.training.second_stage import check_second_stage, stages_named
 from widefield.training.state import only_deterministic_algorithms, seed_everything
 from widefield.training.streaming import check_tiles, look_ahead
 from widefield.training.turns import check_turns, divide, members_named
@@ -326,8 +326,7 @@ def _parallelize_members(learner: Learner) -> None:
         steps = {one: TrialStep(partial(trial_step, learner, model, member=turns[one]), 2 / len(image)) for one in names}
         example = (lambda *_: (image,)) if learn_together else learner.task.example  # type: ignore[attr-defined]
         samples = {one: example(one, image, target) for one in names}
-        undivided = stages_without_capture(learner.task)
-        parallelize_members(model, mesh, trial_steps=steps, samples=samples, is_average=is_average, undivided=undivided)
+        parallelize_members(model, mesh, trial_steps=steps, samples=samples, is_average=is_average)
 
 
 def _cuts_of(dummy_batch: Batch, mesh: Mesh) -> list[str]:

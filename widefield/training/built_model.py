@@ -45,7 +45,7 @@ def built_model(
         models.keep_main_output(model, auxiliary=True)
     divide(model, task, name=asked.name)
     model.to(mesh.device, arithmetic.dtype)
-    register_means(model, task)
+    register_means(model, task, mesh.device)
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
     if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
         _lay_channels_last(model)

@@ -20,12 +20,11 @@ def decays_of(task: Any) -> Mapping[str, float]:
     return getattr(task, "running_means", {})
 
 
-def register_means(model: nn.Module, task: Any) -> None:
+def register_means(model: nn.Module, task: Any, device: torch.device) -> None:
     """Give the model the means that the task keeps, 0 in the beginning.  ValueError: it has something of that name."""
     for name in decays_of(task):
         if hasattr(model, name):
             raise ValueError(f"the task keeps a mean '{name}' in the model, a {type(model).__name__}, which has one; rename it")
-        device = next((one.device for one in model.parameters()), None)
         model.register_buffer(name, torch.zeros((), dtype=torch.float64, device=device))
 
 

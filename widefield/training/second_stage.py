@@ -28,11 +28,6 @@ def stages_named(task: Task) -> Sequence[str]:
     return getattr(task, "stages", ())
 
 
-def stages_without_capture(task: Task) -> Sequence[str]:
-    """The stages that are called with as many boxes as images have, so that channels, which capture a call, are not cut."""
-    return stages_named(task)[1:]
-
-
 def completed(
     task: Task,
     model: nn.Module,

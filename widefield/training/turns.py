@@ -73,7 +73,8 @@ def divide(model: nn.Module, task: Task, *, name: str) -> nn.Module:
             f"the task {trains} and model.name={name} gives a {type(model).__name__} without a module '{lacks[0]}'; take "
             f"model.name={instead}, or give a module with the attributes {' and '.join(names)}"
         )
-    set_members(model, {one: model.get_submodule(one) for one in names})
+    undivided = stages[1:]  # a second stage is called with as many boxes as images have, which no capture can know
+    set_members(model, {one: model.get_submodule(one) for one in names}, undivided=undivided)
     return model
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 import warnings
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ class SharedForward:
         """Whether samples interact, by `training`; a mode without an entry is not known yet."""
         self.rows_each: dict[bool, list[list[int] | None]] = {}
         """By `training`, for each dim of each output, how many entries belong to a sample; None for an output without dims."""
-        self.free_writes: dict[bool, Container[Place]] = {}
+        self.free_writes: dict[bool, frozenset[Place]] = {}
         """By `training`, the buffers that a forward writes alike on all copies, whatever their samples are."""
         self.has_run: set[bool] = set()
         """The modes in which a forward has run on rows.  Until then an error means that the model cannot run on them."""
@@ -123,7 +123,7 @@ class SharedForward:
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets, statistics = self._on_any_rank(before.has_changed(by_value=True)), _statistics(model)
             before.restore()
-            self.free_writes[model.training] = ()
+            self.free_writes[model.training] = frozenset()
             if meets:
                 meets = not self._writes_alike(model, run, args, kwargs, before)
             self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
@@ -138,11 +138,12 @@ class SharedForward:
             before.restore()
         if self._on_any_rank(found is None):
             return False
-        total = _sum_of_others(tuple((found or {}).values()), {}, [])
+        total = _checksum_of((found or {}).values(), 0)
         totals = torch.tensor([total, -total], device=control_device(self.group))
         dist.all_reduce(totals, dist.ReduceOp.MAX, group=self.group)
-        self.free_writes[model.training] = found or {}
-        return not totals.sum().item()
+        is_equal = not totals.sum().item()
+        self.free_writes[model.training] = frozenset(found or ()) if is_equal else frozenset()
+        return is_equal
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[list[int] | None]:
         """For each dim of each output, how many entries may belong to a sample, from the outputs of each copy alone.
@@ -310,7 +311,12 @@ def _sum_of_others(args: tuple, kwargs: dict, samples: list[Tensor]) -> int:
     """A checksum of the arguments that are no samples."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if not any(leaf is each for each in samples)]
     words = [str(leaf) for leaf in leaves if leaf is None or isinstance(leaf, bool | int | float | complex | str)]
-    found = zlib.crc32(str(words).encode())
+    return _checksum_of(leaves, zlib.crc32(str(words).encode()))
+
+
+def _checksum_of(leaves: Iterable[Any], start: int) -> int:
+    """Of the values of plain tensors among the leaves."""
+    found = start
     for leaf in leaves:
         if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_meta:
             numbers = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -31,26 +31,39 @@ OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_
 """Variables of the environment by which a user tells glibc's malloc what to do."""
 
 _called = 0.0
+_is_kept = False
 
 
 def keep_freed_memory() -> bool:
-    """From now on, memory that tensors on the CPU give up stays with this process, until it ends; returns whether it does.
+    """From now on, memory that tensors on the CPU give up stays with this process; returns whether it does.
 
     glibc returns what lies at the heap's end, and blocks above 32 MiB at once; to get it again costs a page fault for each
-    4 KiB, a tenth to a third of a step's time (docs/log.md, 2026-11-27).  The process then has the memory of its largest step,
+    4 KiB, 4 to 38 % of a step's processor time (docs/log.md, 2026-11-27).  The process then has the memory of its largest step,
     and some more for what lies between blocks.  False, and nothing is done: the C library is another one, or a variable of
     OF_THE_USER or GLIBC_TUNABLES says how memory is to be kept.
     """
+    global _is_kept
     library = _glibc()
     if library is None or any(name in os.environ for name in OF_THE_USER) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    return bool(library.mallopt(_TRIM_THRESHOLD, -1) and library.mallopt(_MMAP_MAX, 0))
+    _is_kept = bool(library.mallopt(_TRIM_THRESHOLD, -1) and library.mallopt(_MMAP_MAX, 0))
+    return _is_kept
+
+
+def return_freed_memory() -> None:
+    """Undo `keep_freed_memory`, if it was called: from now on memory returns to the system as in a program that runs long."""
+    global _is_kept
+    if _is_kept and (library := _glibc()) is not None:
+        for option, value in ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**26)):  # glibc's own
+            library.mallopt(option, value)
+        _is_kept = False
+        _trim.cache_clear()
 
 
 def keep_memory_of_steps(mesh: Mesh) -> None:
-    """`keep_freed_memory` before training steps on the CPU, but not with a stream, whose aim is little memory."""
-    if mesh.device.type == "cpu" and mesh.plan.stream is None:
-        keep_freed_memory()
+    """`keep_freed_memory` before training steps on the CPU; with a stream, whose aim is little memory, the opposite."""
+    if mesh.device.type == "cpu":
+        keep_freed_memory() if mesh.plan.stream is None else return_freed_memory()
 
 
 def trimmed(tiles: Iterable[T], keeps: bool = False) -> Iterator[T]:
@@ -59,6 +72,8 @@ def trimmed(tiles: Iterable[T], keeps: bool = False) -> Iterator[T]:
     keeps: whether a backward follows; nothing is done then, since the next step wants the memory again.
     """
     global _called
+    if not keeps:
+        return_freed_memory()
     trim = None if keeps else _trim()
     for tile in tiles:
         yield tile
