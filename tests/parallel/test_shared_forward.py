@@ -29,6 +29,8 @@ from widefield.models import unet
 from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.strategies import _shared_forward
+from widefield.parallel.strategies._forward_state import ForwardState
+from widefield.parallel.strategies._sample_probe import writes_without_samples
 from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sample_mixing import SampleMixingWatch
@@ -242,6 +244,22 @@ PLANS = [
 def test_copies_give_one_devices_numbers(plan):
     wrong = on_ranks(plan.ranks, every_net, sorted(NETS), plan=plan)[0]
     assert not wrong, "\n\n".join(wrong)
+
+
+WRITTEN = {
+    "spectral norms": 4, "spectral norms and dropout": None, "a count of samples": None, "queue and counter": None,
+    "running statistics of InstanceNorm": None, "nothing of that": 0,
+}  # fmt: skip
+"""How many buffers a forward writes whatever its samples are; None where it draws, or writes what depends on them."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_whatever_the_samples_are_is_told_from_what_depends_on_them(name):
+    model, x = built(name), images(0)
+    before = ForwardState(model)
+    found = writes_without_samples(model, model, (x,), {}, [x], before)
+    assert (None if found is None else len(found)) == WRITTEN[name]
+    close(dict(model.named_buffers()), dict(built(name).named_buffers()))
 
 
 # ---------------------------------------------------------------------------------------------- compiled
