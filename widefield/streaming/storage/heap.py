@@ -12,7 +12,6 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from typing import TypeVar
 
 from widefield.comm.mesh import Mesh
@@ -57,7 +56,6 @@ def return_freed_memory() -> None:
         for option, value in ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**26)):  # glibc's own
             library.mallopt(option, value)
         _is_kept = False
-        _trim.cache_clear()
 
 
 def keep_memory_of_steps(mesh: Mesh) -> None:
@@ -88,9 +86,8 @@ def trim_heap() -> None:
         library.malloc_trim(0)
 
 
-@cache
 def _trim() -> Callable[[int], object] | None:
-    """malloc_trim, after its threshold was set for this process; None: the C library is another one."""
+    """malloc_trim, with the threshold that it wants set for this process; None: the C library is another one."""
     if (library := _glibc()) is None:
         return None
     library.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
