@@ -4,6 +4,7 @@
     world.py           which rank this process is
     meeting.py         the store of the rendezvous
     keepalive.py       connections to a machine that is gone end with an error
+    gloo_threads.py    gloo's threads take no core from those that compute
     meeting_file.py    a file that all machines share as the place to meet
     coming_back.py     a rank that was started again meets one that lives
     roll_call.py       are all ranks here, once each, of this job, with the same versions

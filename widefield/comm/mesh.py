@@ -23,7 +23,6 @@ from widefield.comm import collectives, process_groups
 from widefield.comm.at_exit import settle_before_exit
 from widefield.comm.devices import RANKS_PER_GPU, backend_for, backward_in_this_thread, device_of, gpu_of, passes_the_host
 from widefield.comm.interfaces import interfaces_in_words
-from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.meeting import placed_on_machine, rendezvous_seconds, store_of_meeting
 from widefield.comm.world import AgreedError, World
 from widefield.geometry.layout import Grid
@@ -319,7 +318,7 @@ def join(
         return Mesh(plan, world, device, grid=Grid(tuple(plan.space)))
     opened = not dist.is_initialized()
     backward_in_this_thread(device)
-    with asking_whether_alive():
+    with process_groups.making_groups():
         if opened:
             _meet(world, device, seconds)
         assert dist.group.WORLD is not None
@@ -328,7 +327,7 @@ def join(
 
 def apart(mesh: Mesh) -> Mesh:
     """A mesh of several ranks like this one, all of whose groups are its own.  Every rank calls it, and `leave` ends them."""
-    with asking_whether_alive():
+    with process_groups.making_groups():
         return replace(_with_groups(mesh.plan, mesh.world, mesh.device, dist.new_group, "gloo"), watch=mesh.watch)
 
 

@@ -5,17 +5,31 @@ Every rank of the run must make every group, in the same order, whether it is in
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from widefield.comm.gloo_threads import keep_gloo_from_preempting
 from widefield.comm.keepalive import asking_whether_alive
 from widefield.geometry.layout import Grid
 from widefield.plans import Plan
+
+
+@contextlib.contextmanager
+def making_groups() -> Iterator[None]:
+    """The groups that are made inside notice machines that are gone, and their threads take no core from those that compute.
+
+    ValueError: see keepalive.lost_after_seconds.
+    """
+    with asking_whether_alive():
+        yield
+    keep_gloo_from_preempting()
 
 
 def device_mesh(plan: Plan, device: torch.device, everyone: dist.ProcessGroup) -> DeviceMesh:
@@ -60,7 +74,7 @@ def data_group(plan: Plan, meshes: int = 1) -> dist.ProcessGroup:
 
 def group_among(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
     """New groups with the given ranks; the one that this rank is in.  Every rank must be in one."""
-    with asking_whether_alive():
+    with making_groups():
         group, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in none of {ranks}"
     return group
