@@ -5,11 +5,12 @@ The models are none that a calibration has timed: a calibration times single ker
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -59,14 +60,14 @@ def seconds_of_steps(mesh: Mesh, case: TruthCase, steps: int) -> list[float] | s
     return found[WARMUP:]
 
 
-def measured_seconds(case: TruthCase, steps: int) -> float | str:
-    """The median over steps of the slowest rank's seconds."""
+def measured_seconds(case: TruthCase, steps: int) -> list[float] | str:
+    """The slowest rank's seconds of each step."""
     try:
         ranks = on_ranks(case.ranks, seconds_of_steps, case, steps, plan=plan_of(case.config, case.ranks))
     except (RankFailed, ValueError, NotImplementedError) as error:
         return str(error).strip().splitlines()[-1]
     refused = next((found for found in ranks if isinstance(found, str)), None)
-    return refused or statistics.median(max(of_ranks) for of_ranks in zip(*ranks, strict=True))
+    return refused or [max(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 
 def planned_seconds(case: TruthCase, cluster: Cluster, kernels: OwnKernels | None = None) -> float | str:
@@ -79,32 +80,65 @@ def planned_seconds(case: TruthCase, cluster: Cluster, kernels: OwnKernels | Non
     return step_time(records, cluster, spans=False).seconds
 
 
+def measured_in_turns(cases: Sequence[TruthCase], steps: int) -> Iterator[dict[TruthCase, list[float] | str]]:
+    """The seconds of so many steps of each case, all cases in turn, as often as asked for; those that fail are tried once."""
+    failed: dict[TruthCase, list[float] | str] = {}
+    while True:
+        found = {case: failed.get(case) or measured_seconds(case, steps) for case in cases}
+        failed |= {case: seconds for case, seconds in found.items() if isinstance(seconds, str)}
+        yield found
+
+
 def compared(
-    ranks: int, *, steps: int, nets: Sequence[str] = HOLD_OUT, plans: Sequence[str] = CHOICES, kernel_seconds: float = 0.0
+    ranks: int,
+    *,
+    steps: int,
+    nets: Sequence[str] = HOLD_OUT,
+    plans: Sequence[str] = CHOICES,
+    kernel_seconds: float = 0.0,
+    turns: int = 3,
 ) -> dict[str, Any]:
     """Every model under every plan: seconds, errors, and of each model the agreement of the orders and the regret.
 
-    kernel_seconds: for timing the plans' own kernels, a plan and model.
+    kernel_seconds: for timing the plans' own kernels, a plan and model.  turns: in which the plans of a model are measured
+    one after the other, since a machine is faster in one minute than in the next; the median over all their steps counts.
     """
     rows, orders = [], {}
     cluster = cluster_of(f"cpu:{ranks}")
     assert not kernel_seconds or is_here(cluster), "measure this machine first: widefield plan --calibrate"
     for net in nets:
         pairs = []
-        for plan in plans:
-            case = TruthCase(net, plan, "sgd")
-            assert case.ranks == ranks, f"{case} is of {case.ranks} ranks, not of {ranks}"
-            kernels = OwnKernels(cluster, seconds=kernel_seconds) if kernel_seconds else None
-            real, told = measured_seconds(case, steps), planned_seconds(case, cluster, kernels)
-            row: dict[str, Any] = {"case": str(case), "measured seconds": real, "planned seconds": told}
+        cases = [TruthCase(net, plan, "sgd") for plan in plans]
+        assert all(case.ranks == ranks for case in cases), f"not all of {plans} are of {ranks} ranks"
+        measured = measured_in_turns(cases, steps)
+        found = [next(measured)]
+        planned = {case: planned_seconds(case, cluster, _kernels(cluster, kernel_seconds)) for case in cases}
+        found += itertools.islice(measured, turns - 1)
+        for case in cases:
+            row = _row(case, [of_turn[case] for of_turn in found], planned[case])
             print(row, file=sys.stderr, flush=True)
-            if not isinstance(real, str) and not isinstance(told, str):
-                row["error"] = told / real - 1
-                pairs.append((real, told))
+            if "error" in row:
+                pairs.append((row["measured seconds"], row["planned seconds"]))
             rows.append(row)
         if len(pairs) > 1:
             orders[net] = {"plans": len(pairs), "Kendall's tau": kendall_tau(pairs), "regret": regret(pairs)}
     return {"question": "seconds of real steps beside planned ones"} | _summary(rows, orders)
+
+
+def _kernels(cluster: Cluster, seconds: float) -> OwnKernels | None:
+    return OwnKernels(cluster, seconds=seconds) if seconds else None
+
+
+def _row(case: TruthCase, turns: Sequence[list[float] | str], planned: float | str) -> dict[str, Any]:
+    """measured seconds: the median of all steps.  turn by turn: the medians of each turn."""
+    refused = next((found for found in turns if isinstance(found, str)), None)
+    row = {"case": str(case), "measured seconds": refused, "planned seconds": planned}
+    if refused is None:
+        row["measured seconds"] = statistics.median(seconds for found in turns for seconds in found)
+        row["turn by turn"] = [statistics.median(map(float, found)) for found in turns]
+        if not isinstance(planned, str):
+            row["error"] = planned / row["measured seconds"] - 1
+    return row
 
 
 def _summary(rows: list[dict[str, Any]], orders: dict[str, dict[str, float]]) -> dict[str, Any]:

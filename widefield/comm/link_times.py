@@ -17,6 +17,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 """Those that the planner prices; `halo` may be asked for too."""
 SECONDS_EACH, REPEATS = 0.3, 5
 """For each kind and size: for how long, and how many between two looks at the clock."""
+ROUNDS, SMALL_NUMBERS = 200, 128
+"""Of ranks that compute and meet: rounds, and the numbers that they sum, as those of a batch norm."""
 
 
 def message_seconds(
@@ -36,6 +38,31 @@ def message_seconds(
             numbers = -(-size // (4 * group.size())) * group.size()
             send, input_bytes = _message(kind, numbers, group, device)
             found.append((kind, input_bytes, _timed(send, group, device) / (2 if kind == "send" else 1)))
+    return found
+
+
+def seconds_of_meetings(
+    compute: Callable[[], None], times: Sequence[int], *, group: dist.ProcessGroup
+) -> list[tuple[float, float]]:
+    """What ranks of a CPU wait for each other where each calls `compute` so many times before a small sum over all of them.
+
+    For each of `times`: seconds of computing, by the thread's own clock, and by how much a round is longer; means over
+    ROUNDS rounds and the ranks.
+    """
+    numbers, found = torch.ones(SMALL_NUMBERS), []
+    for each in times:
+        dist.barrier(group=group)
+        began, computed = time.perf_counter(), 0.0
+        for _ in range(ROUNDS):
+            before = time.thread_time()
+            for _ in range(each):
+                compute()
+            computed += time.thread_time() - before
+            _ended(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        seconds = torch.tensor([computed, time.perf_counter() - began - computed], dtype=torch.float64)
+        dist.all_reduce(seconds, group=group)
+        ran, waited = (seconds / (group.size() * ROUNDS)).tolist()
+        found.append((ran, waited))
     return found
 
 

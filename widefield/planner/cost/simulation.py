@@ -4,7 +4,8 @@ A rank has a host, which starts operations in their order, and a device.  On a G
 it is launched and its predecessor is done, t = max(launch, kernel), and messages run beside it.  On a CPU the host computes
 itself. A message starts when all of its ranks have reached it and the previous large one among these ranks is done; a WaitEvent
 holds its rank until it has arrived.  Messages of a CPU use the cores that compute: what overlaps slows the rank by CPU_SHARE of
-its seconds.
+its seconds.  Ranks of a CPU are never equally fast: the last one is the later at a meeting the longer they have computed since
+the one before, and the more of them there are (see `unevenness` in calibration.py).
 
 Ranks without a record of their own count as punctual: they reach a message when those with a record do.  So one record stands
 for all replicas, and one for each stage makes a pipeline, whose bubble comes out of the waiting.
@@ -12,9 +13,12 @@ for all replicas, and one for each stage makes a pipeline, whose bubble comes ou
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from statistics import NormalDist
 from typing import Literal
 
 from widefield.planner.step_record import MessageEvent, OpEvent, StepRecord, WaitEvent
@@ -59,7 +63,8 @@ class RankClock:
 
     host: when it is free to start the next operation.  device: when what was started is done.  next: the next event's index.
     pending: the meetings of messages that it waits for later, by number.
-    busy: seconds of computation by phase.  exposed, bubble: seconds of waiting for bytes, and for ranks that are late.
+    busy: seconds of computation by phase.  met: their sum when the rank last waited for another one.
+    exposed, bubble: seconds of waiting for bytes, and for ranks that are late.
     """
 
     record: StepRecord
@@ -70,6 +75,7 @@ class RankClock:
     counts: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = field(default_factory=list)
+    met: float = 0.0
     exposed: float = 0.0
     bubble: float = 0.0
 
@@ -77,12 +83,17 @@ class RankClock:
     def now(self) -> float:
         return max(self.host, self.device)
 
+    @property
+    def computed(self) -> float:
+        return sum(self.busy.values())
+
 
 class Simulation:
     """Runs records to their ends.
 
     op_seconds, message_seconds: of an event; of a message on a rank.  launch_seconds: of the host, for each operation.
     message_host_seconds: of a CPU's host, for each message, to make and unpack it.
+    unevenness: of a CPU's ranks, as Calibration has it.
     on_cpu: the host computes.  spans: whether each rank's timeline is kept.
     """
 
@@ -94,13 +105,14 @@ class Simulation:
         *,
         launch_seconds: float,
         message_host_seconds: float = 0.0,
+        unevenness: float = 0.0,
         on_cpu: bool,
         spans: bool = True,
     ) -> None:
         self.clocks = {record.rank: RankClock(record) for record in records}
         self.op_seconds, self.message_seconds = op_seconds, message_seconds
         self.launch_seconds, self.message_host_seconds = launch_seconds, message_host_seconds
-        self.on_cpu, self.keeps_spans = on_cpu, spans
+        self.unevenness, self.on_cpu, self.keeps_spans = unevenness, on_cpu, spans
         self.meetings: dict[tuple, Meeting] = {}
         self.queue_free: dict[tuple, float] = defaultdict(float)
         self.members: dict[tuple[int, ...], int] = {}
@@ -165,13 +177,21 @@ class Simulation:
         if len(meeting.arrived) == meeting.expected:
             queue = key[0]
             queued = self.queue_free[queue] if event.bytes > SMALL_BYTES else 0.0
-            meeting.start = max(*meeting.arrived.values(), queued)
+            meeting.start = max(*meeting.arrived.values(), queued) + self._late(meeting, event)
             meeting.end = meeting.start + self.message_seconds(event, clock.record.rank)
             self.queue_free[queue] = max(self.queue_free[queue], meeting.end)
             for rank in meeting.arrived:
                 other = self.clocks[rank]
                 seconds = meeting.end - meeting.start
                 self._span(other, "message", event.kind, event.phase, event.module, meeting.start, seconds)
+
+    def _late(self, meeting: Meeting, event: MessageEvent) -> float:
+        """How much later than planned the last rank of a meeting comes."""
+        if not self.unevenness:
+            return 0.0
+        apart = max(clock.computed - clock.met for clock in (self.clocks[rank] for rank in meeting.arrived))
+        ranks = len(event.ranks) if event.peer is None else 2
+        return self.unevenness * _latest_of(ranks) / _latest_of(2) * math.sqrt(apart)
 
     def _key(self, clock: RankClock, event: MessageEvent) -> tuple[tuple, int]:
         """(((queue), how many before it), ranks with a record that take part)."""
@@ -205,6 +225,8 @@ class Simulation:
         clock.exposed += under_way + slowed
         self._span(clock, "wait", message.kind, message.phase, message.module, now, late + under_way + slowed)
         after = now + late + under_way + slowed
+        if late + under_way:
+            clock.met = clock.computed
         clock.device = after
         if self.on_cpu or message.control:
             clock.host = after
@@ -219,3 +241,9 @@ class Simulation:
                 clock.spans[-1] = Span(last.rank, kind, last.name, phase, module, last.start, last.seconds + seconds)
                 return
         clock.spans.append(Span(clock.record.rank, kind, name, phase, module, start, seconds))
+
+
+@cache
+def _latest_of(ranks: int) -> float:
+    """The largest of so many normal numbers in the mean, by Blom's formula (1958); 0 of one."""
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0

@@ -70,6 +70,7 @@ def step_time(
         lambda event, rank: messages.of(event, rank).seconds,
         launch_seconds=launch_seconds(cluster),
         message_host_seconds=0.0 if cluster.calibration is None else cluster.calibration.message_host_seconds,
+        unevenness=0.0 if cluster.calibration is None else cluster.calibration.unevenness,
         on_cpu=cluster.device.is_cpu,
         spans=spans,
     )

@@ -27,6 +27,7 @@ from widefield.planner.machines.device import SHORT_SECONDS, Device
 from widefield.planner.machines.link import Link
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import cpu_clock, measure_events, on_cpu
+from widefield.planner.machines.unevenness import unevenness
 from widefield.plans import Plan
 from widefield.private_torch.dispatcher import TorchDispatchMode
 from widefield.streaming.storage.heap import keep_freed_memory
@@ -56,7 +57,7 @@ def calibrate(
     Returns what was measured with torch's number of threads.  On the CPU this process keeps the memory that tensors give up.
     """
     device = device or torch.device("cpu")
-    messages, per_message = _messages(seconds, say) if device.type == "cpu" else ([], 0.0)
+    messages = _messages(seconds, say) if device.type == "cpu" else {}
     if device.type == "cpu":
         keep_freed_memory()  # as in a step
     own = torch.get_num_threads()
@@ -64,10 +65,10 @@ def calibrate(
     try:
         for count in counts:
             torch.set_num_threads(count)
-            calibration = Calibration(_conditions(device), _guess(device), CPU_LINK, {}, messages, 0.0, per_message)
+            calibration = Calibration(_conditions(device), _guess(device), CPU_LINK, **messages)
             _add_kernels(calibration, device, seconds * KERNEL_SHARE / len(counts), say)
             if messages:
-                calibration.link = _link(messages)
+                calibration.link = _link(calibration.messages)
             if keep:
                 write_calibration(calibration, calibration_path(device.type, _threads(device)))
     finally:
@@ -75,17 +76,19 @@ def calibrate(
     return calibration
 
 
-def _messages(seconds: float, say: Callable[[str], None]) -> tuple[list[SentMessage], float]:
-    """Messages of local ranks, and the host's share of one; before this process has threads that a fork would lose."""
-    found: list[SentMessage] = []
+def _messages(seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """What a Calibration has of messages of local ranks; before this process has threads that a fork would lose."""
+    timeout = max(60.0, 2 * seconds)
+    sent: list[SentMessage] = []
     for ranks in RANKS:
         say(f"messages of {ranks} ranks")
-        found += local_messages(ranks, sizes=SIZES, timeout_seconds=max(60.0, 2 * seconds))
+        sent += local_messages(ranks, sizes=SIZES, timeout_seconds=timeout)
+    found = {"messages": sent, "unevenness": unevenness(timeout_seconds=timeout)}
     try:
-        return found, message_host_seconds(timeout_seconds=max(60.0, 2 * seconds))
+        return found | {"message_host_seconds": message_host_seconds(timeout_seconds=timeout)}
     except RuntimeError:  # a process that has run a backward cannot be forked into one that does
         say("the host's share of a message is not measured, and counts as none: measure in a new process")
-        return found, 0.0
+        return found
 
 
 def _add_kernels(calibration: Calibration, device: torch.device, seconds: float, say: Callable[[str], None]) -> None:

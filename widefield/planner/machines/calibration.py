@@ -56,6 +56,8 @@ class Calibration:
     kernels: by signature.  messages: in no order.
     host_seconds: of the Python of one operation of a module, on top of the kernel.
     message_host_seconds: of the Python around one message of a step, on top of the message.
+    unevenness: in square roots of seconds.  Of two ranks that have computed for t seconds since they met, the later one
+        comes unevenness * sqrt(t) after its own time, in the mean: processors are never equally fast.
     """
 
     conditions: dict[str, str]
@@ -65,6 +67,7 @@ class Calibration:
     messages: list[SentMessage] = field(default_factory=list)
     host_seconds: float = 0.0
     message_host_seconds: float = 0.0
+    unevenness: float = 0.0
 
     def add(self, kernels: Iterable[Kernel]) -> None:
         self.kernels.update((kernel.signature, kernel) for kernel in kernels)
@@ -121,6 +124,7 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         [SentMessage(**row) for row in described["messages"]],
         described["host_seconds"],
         described.get("message_host_seconds", 0.0),
+        described.get("unevenness", 0.0),
     )
     _check(found)
     return found
@@ -132,6 +136,7 @@ def _check(found: Calibration) -> None:
     above = [device.memory_bytes, device.memory_bytes_per_second, *device.flops_per_second.values(), link.bytes_per_second]
     above += [device.flops_reached, device.flops_reached_plain, device.bandwidth_reached, device.block_bytes]
     least = [device.launch_seconds, device.context_bytes, link.latency_seconds, found.host_seconds, found.message_host_seconds]
+    least += [found.unevenness]
     least += [number for one in found.kernels.values() for number in (one.flops, one.bytes, one.seconds)]
     least += [number for one in found.messages for number in (one.ranks, one.bytes, one.seconds)]
     least += [] if device.dollars_per_hour is None else [device.dollars_per_hour]
