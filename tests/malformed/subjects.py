@@ -380,6 +380,7 @@ def _calibration(folder: Path) -> None:
     numbers = [
         found.host_seconds,
         found.message_host_seconds,
+        found.unevenness,
         found.link.bytes_per_second,
         found.link.latency_seconds,
         found.device.memory_bytes,

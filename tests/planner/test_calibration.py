@@ -6,15 +6,18 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from planner.recorded import Z, message, op, record, recorded, waited
+from ranks import on_ranks
 from torch import nn
 
 import widefield as wf
+from widefield.comm.link_times import seconds_of_meetings
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes, convolution_form
 from widefield.planner.machines import cluster_of
@@ -374,6 +377,23 @@ def test_a_machine_is_measured_with_one_thread_and_with_its_own(tmp_path, monkey
         assert device.source == found.link.source == "measured on this machine"
         assert 1e8 < device.peak_flops("float32") < 1e14 and 1e8 < found.link.bytes_per_second < 1e12
         assert found.kernels and 0 < found.host_seconds < 1e-2 and 0 <= found.message_host_seconds < 0.1
+        assert 0 <= found.unevenness < 1
+
+
+def test_ranks_that_compute_longer_are_timed_as_such():
+    """By what each of two ranks computes; the rest of a round is at least a message."""
+    (_, first), (short, waited), (long, _) = on_ranks(2, _meetings)[0]
+    assert 0.004 < short < 0.02 and 2.5 * short < long < 6 * short
+    assert 0 < first < 1 and 0 < waited < 1
+
+
+def _meetings(mesh):
+    def compute():
+        until = time.thread_time() + 0.005
+        while time.thread_time() < until:
+            pass
+
+    return seconds_of_meetings(compute, (0, 1, 4), group=mesh.group, rounds=10)
 
 
 def test_messages_of_local_ranks_take_time():

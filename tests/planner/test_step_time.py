@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from planner import recorded_resnet
@@ -10,6 +11,8 @@ from planner.recorded import Z, message, op, record, waited
 from widefield.planner.cost import step_time
 from widefield.planner.cost.message_time import among, within
 from widefield.planner.machines import cluster_of
+from widefield.planner.machines.calibration import Calibration
+from widefield.planner.machines.catalogue import CPU_LINK
 from widefield.planner.machines.link import Link
 from widefield.planner.step_record import StepRecord, WaitEvent
 
@@ -56,6 +59,16 @@ def test_a_gpu_waits_once_a_step_for_the_host_and_a_cpu_is_the_host(monkeypatch)
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
 
 
+def test_kernels_of_other_libraries_take_time_and_questions_to_tensors_none():
+    """ZeRO-3 packs and unpacks weights by `fsdp.` operations; a plan had them for nothing."""
+    cluster = cluster_of("A100")
+    seconds = {
+        name: step_time([record([op(name, size=GB)])], cluster).seconds for name in ("fsdp.chunk_cat.default", "prim.device")
+    }
+    assert seconds["fsdp.chunk_cat.default"] == pytest.approx(cluster.device.launch_seconds + seconds_of(GB, cluster))
+    assert seconds["prim.device"] == 0
+
+
 def test_small_kernels_wait_for_their_launch():
     cluster = cluster_of("A100")
     step = step_time([record([op(size=512)] * 1000)], cluster)
@@ -76,6 +89,48 @@ def test_a_message_is_hidden_behind_what_runs_beside_it(text, overlaps):
     assert shown.seconds - alone.seconds == pytest.approx(needed, abs=launches)
     assert hidden.seconds - alone.seconds == pytest.approx(0 if overlaps else needed / 2, abs=launches)
     assert shown.parts["communication"] == pytest.approx(needed, abs=launches)
+
+
+def uneven(text: str, unevenness: float, **more):
+    """A cluster whose measured ranks are so uneven; operations and messages have no host's share."""
+    cluster = cluster_of(text)
+    return replace(cluster, calibration=Calibration({}, cluster.device, CPU_LINK, unevenness=unevenness, **more))
+
+
+def with_sums(times: int, ranks: int, size: int = GB) -> list:
+    return [event for n in range(times) for event in (op(size=size), *waited(message("all_reduce", 8, range(ranks), n)))]
+
+
+def seconds_late(text: str, events: list, unevenness: float = 0.01) -> float:
+    """How much later a step of these events ends where ranks are so uneven."""
+    ranks = cluster_of(text).ranks
+    seconds = [step_time([record(events, ranks=ranks)], uneven(text, each)).seconds for each in (0.0, unevenness)]
+    return seconds[1] - seconds[0]
+
+
+def test_the_last_of_uneven_ranks_is_the_later_the_longer_they_have_computed():
+    each = seconds_of(GB, cluster_of("cpu:2")) + cluster_of("cpu:2").device.launch_seconds
+    assert seconds_late("cpu:2", with_sums(1, 2)) == pytest.approx(0.01 * each**0.5)
+    assert seconds_late("cpu:2", with_sums(3, 2)) == pytest.approx(3 * 0.01 * each**0.5)  # they have met in between
+    twice = seconds_of(2 * GB, cluster_of("cpu:2")) + cluster_of("cpu:2").device.launch_seconds
+    assert seconds_late("cpu:2", with_sums(1, 2, 2 * GB)) == pytest.approx(0.01 * twice**0.5)
+
+
+def test_the_last_of_many_uneven_ranks_is_later_than_of_two():
+    """Means of the largest of 2, 4 and 8 normal numbers: 0.5642, 1.0294, 1.4236 (Teichroew 1956)."""
+    of_two = seconds_late("cpu:2", with_sums(1, 2))
+    assert seconds_late("cpu:4", with_sums(1, 4)) / of_two == pytest.approx(1.0294 / 0.5642, rel=0.03)
+    assert seconds_late("cpu:8", with_sums(1, 8)) / of_two == pytest.approx(1.4236 / 0.5642, rel=0.04)
+
+
+def test_uneven_ranks_that_send_to_each_other_wait_once_and_not_for_what_is_hidden():
+    both = [message("receive", 8, (0, 1), 1, peer=1), message("send", 8, (0, 1), 2, peer=1)]
+    shown = [op(size=GB), *both, WaitEvent(1), WaitEvent(2)]
+    each = seconds_of(GB, cluster_of("cpu:2")) + cluster_of("cpu:2").device.launch_seconds
+    assert seconds_late("cpu:2", shown) == pytest.approx(0.01 * each**0.5)
+    hidden = [op(size=GB), *both, op(size=100 * GB), WaitEvent(1), WaitEvent(2)]
+    assert seconds_late("cpu:2", hidden) == pytest.approx(0.0, abs=1e-9)
+    assert seconds_late("cpu:2", [op(size=GB)]) == 0.0
 
 
 def test_messages_of_a_group_queue():

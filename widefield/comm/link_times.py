@@ -17,8 +17,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 """Those that the planner prices; `halo` may be asked for too."""
 SECONDS_EACH, REPEATS = 0.3, 5
 """For each kind and size: for how long, and how many between two looks at the clock."""
-ROUNDS, SMALL_NUMBERS = 200, 128
-"""Of ranks that compute and meet: rounds, and the numbers that they sum, as those of a batch norm."""
+SMALL_NUMBERS = 128
+"""That ranks sum when they meet, as those of a batch norm do.  (Of one number gloo sends half as many messages.)"""
 
 
 def message_seconds(
@@ -42,18 +42,18 @@ def message_seconds(
 
 
 def seconds_of_meetings(
-    compute: Callable[[], None], times: Sequence[int], *, group: dist.ProcessGroup
+    compute: Callable[[], None], times: Sequence[int], *, group: dist.ProcessGroup, rounds: int = 200
 ) -> list[tuple[float, float]]:
     """What ranks of a CPU wait for each other where each calls `compute` so many times before a small sum over all of them.
 
     For each of `times`: seconds of computing, by the thread's own clock, and by how much a round is longer; means over
-    ROUNDS rounds and the ranks.
+    the rounds and the ranks.
     """
     numbers, found = torch.ones(SMALL_NUMBERS), []
     for each in times:
         dist.barrier(group=group)
         began, computed = time.perf_counter(), 0.0
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             before = time.thread_time()
             for _ in range(each):
                 compute()
@@ -61,7 +61,7 @@ def seconds_of_meetings(
             _ended(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True))
         seconds = torch.tensor([computed, time.perf_counter() - began - computed], dtype=torch.float64)
         dist.all_reduce(seconds, group=group)
-        ran, waited = (seconds / (group.size() * ROUNDS)).tolist()
+        ran, waited = (seconds / (group.size() * rounds)).tolist()
         found.append((ran, waited))
     return found
 

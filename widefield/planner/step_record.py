@@ -20,7 +20,7 @@ model, as running statistics.  stored: by a stream between its tiles, in the pro
 class OpEvent:
     """One kernel on this rank's part of the tensors.
 
-    name: of the aten operation with its overload, as `aten.convolution.default`.
+    name: of the operation with its overload, as `aten.convolution.default` or `fsdp.chunk_cat.default`.
     signature: all that decides its time on a device: name, shapes, dtypes, memory formats and further arguments.
     flops: as torch's FlopCounterMode counts them; 0 for what it does not count.  bytes_read, bytes_written: of whole tensors.
     module: the path of the innermost module that ran it, in the backward the one whose forward operation it belongs to.
@@ -35,6 +35,11 @@ class OpEvent:
     bytes_written: int
     dtype: str
     """Of the result, as `float32`."""
+
+    @property
+    def runs_kernel(self) -> bool:
+        """False: a question to a tensor, as prim.device, or a mark for the profiler."""
+        return not self.name.startswith(("prim.", "profiler."))
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class OpTimes:
         return self.known[key]
 
     def _time(self, event: OpEvent) -> Timed:
-        if not event.name.startswith("aten.") or event.name.startswith(WITHOUT_KERNEL):
+        if not event.runs_kernel or event.name.startswith(WITHOUT_KERNEL):
             return Timed(0.0, "measured")
         kernel = self.kernels.get(event.signature)
         if kernel is not None:

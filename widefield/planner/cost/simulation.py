@@ -147,7 +147,7 @@ class Simulation:
         return clock.next > first
 
     def _compute(self, clock: RankClock, event: OpEvent) -> None:
-        if not event.name.startswith("aten."):  # a question to a tensor, as prim.device: nothing runs
+        if not event.runs_kernel:
             return
         seconds = self.op_seconds(event)
         if self.on_cpu:

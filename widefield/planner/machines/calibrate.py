@@ -83,7 +83,8 @@ def _messages(seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     for ranks in RANKS:
         say(f"messages of {ranks} ranks")
         sent += local_messages(ranks, sizes=SIZES, timeout_seconds=timeout)
-    found = {"messages": sent, "unevenness": unevenness(timeout_seconds=timeout)}
+    say("ranks that compute side by side")
+    found: dict[str, Any] = {"messages": sent, "unevenness": unevenness(timeout_seconds=timeout)}
     try:
         return found | {"message_host_seconds": message_host_seconds(timeout_seconds=timeout)}
     except RuntimeError:  # a process that has run a backward cannot be forked into one that does
