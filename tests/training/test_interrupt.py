@@ -18,10 +18,14 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(autouse=True)
 def handlers_come_back():
+    outside = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
+    for number, handler in outside.items():
+        if handler is signal.SIG_IGN:  # under nohup, which runs leave as it is
+            signal.signal(number, signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
     yield
     assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
-    for number, handler in before.items():
+    for number, handler in outside.items():
         signal.signal(number, handler)
 
 
