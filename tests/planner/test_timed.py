@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.timed import CHOICES, kendall_tau, planned_seconds, regret
+import pytest
+from planner.timed import CHOICES, judged, kendall_tau, planned_seconds, regret
 from planner.truth_cases import PLANS, TruthCase
 
 from widefield.planner.machines.cluster_text import cluster_of
@@ -17,6 +18,24 @@ def test_kendalls_tau_is_1_of_one_order_and_less_by_2_of_its_pairs_for_each_pair
 def test_regret_is_what_the_choice_takes_beyond_the_best():
     assert regret([(1.0, 10.0), (1.5, 5.0), (2.0, 20.0)]) == 0.5
     assert regret([(1.0, 1.0), (1.5, 5.0)]) == 0
+
+
+def test_plans_are_judged_beside_all_steps_and_beside_the_quietest_turn():
+    """A model's plans are ranked among each other, and refused ones are left out."""
+    rows = [
+        {"case": "a, copies, sgd", "measured seconds": 2.0, "quietest turn": 1.0, "planned seconds": 1.1},
+        {"case": "a, rows, sgd", "measured seconds": 1.5, "quietest turn": 1.25, "planned seconds": 1.2},
+        {"case": "b, copies, sgd", "measured seconds": 4.0, "quietest turn": 4.0, "planned seconds": 4.0},
+        {"case": "b, rows, sgd", "measured seconds": "it does not fit", "planned seconds": 1.0},
+        {"case": "b, columns, sgd", "measured seconds": 1.0, "quietest turn": 1.0, "planned seconds": "no such plan"},
+    ]
+    found = judged(rows)
+    of_all, of_quiet = found["measured seconds"], found["quietest turn"]
+    assert of_all["orders"] == {"a": {"Kendall's tau": -1.0, "regret": pytest.approx(1 / 3)}}
+    assert of_quiet["orders"] == {"a": {"Kendall's tau": 1.0, "regret": 0.0}}
+    assert of_all["median error"] == pytest.approx(0.2) and of_all["90th percentile"] == pytest.approx(0.45)
+    assert of_quiet["median error"] == pytest.approx(0.04) and of_quiet["regret, worst"] == 0
+    assert judged(rows[3:]) == {}
 
 
 def test_at_least_eight_plans_of_two_ranks_are_to_choose_from():

@@ -101,13 +101,12 @@ def compared(
     """Every model under every plan: seconds, errors, and of each model the agreement of the orders and the regret.
 
     kernel_seconds: for timing the plans' own kernels, a plan and model.  turns: in which the plans of a model are measured
-    one after the other, since a machine is faster in one minute than in the next; the median over all their steps counts.
+    one after the other, since a machine is faster in one minute than in the next.
     """
-    rows, orders = [], {}
+    rows = []
     cluster = cluster_of(f"cpu:{ranks}")
     assert not kernel_seconds or is_here(cluster), "measure this machine first: widefield plan --calibrate"
     for net in nets:
-        pairs = []
         cases = [TruthCase(net, plan, "sgd") for plan in plans]
         assert all(case.ranks == ranks for case in cases), f"not all of {plans} are of {ranks} ranks"
         measured = measured_in_turns(cases, steps)
@@ -117,12 +116,8 @@ def compared(
         for case in cases:
             row = _row(case, [of_turn[case] for of_turn in found], planned[case])
             print(row, file=sys.stderr, flush=True)
-            if "error" in row:
-                pairs.append((row["measured seconds"], row["planned seconds"]))
             rows.append(row)
-        if len(pairs) > 1:
-            orders[net] = {"plans": len(pairs), "Kendall's tau": kendall_tau(pairs), "regret": regret(pairs)}
-    return {"question": "seconds of real steps beside planned ones"} | _summary(rows, orders)
+    return {"question": "seconds of real steps beside planned ones"} | judged(rows) | {"rows": rows}
 
 
 def _kernels(cluster: Cluster, seconds: float) -> OwnKernels | None:
@@ -130,30 +125,40 @@ def _kernels(cluster: Cluster, seconds: float) -> OwnKernels | None:
 
 
 def _row(case: TruthCase, turns: Sequence[list[float] | str], planned: float | str) -> dict[str, Any]:
-    """measured seconds: the median of all steps.  turn by turn: the medians of each turn."""
+    """measured seconds: the median of all steps.  quietest turn: the least of the medians of each turn.  Or a refusal."""
     refused = next((found for found in turns if isinstance(found, str)), None)
     row = {"case": str(case), "measured seconds": refused, "planned seconds": planned}
     if refused is None:
         row["measured seconds"] = statistics.median(seconds for found in turns for seconds in found)
         row["turn by turn"] = [statistics.median(map(float, found)) for found in turns]
-        if not isinstance(planned, str):
-            row["error"] = planned / row["measured seconds"] - 1
+        row["quietest turn"] = min(row["turn by turn"])
     return row
 
 
-def _summary(rows: list[dict[str, Any]], orders: dict[str, dict[str, float]]) -> dict[str, Any]:
-    errors = sorted(abs(row["error"]) for row in rows if "error" in row)
-    regrets = [order["regret"] for order in orders.values()]
-    if not errors or not regrets:
-        return {"rows": rows}
+def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors, orders and regrets, beside the median of all steps and beside each plan's quietest turn.
+
+    Other programs, of this machine or of others on the same host, only ever slow a step.
+    """
+    done = [row for row in rows if "quietest turn" in row and not isinstance(row["planned seconds"], str)]
+    return {key: _judged(done, key) for key in ("measured seconds", "quietest turn")} if done else {}
+
+
+def _judged(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    by_net: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        by_net.setdefault(row["case"].split(", ")[0], []).append((row[key], row["planned seconds"]))
+    errors = sorted(abs(planned / real - 1) for pairs in by_net.values() for real, planned in pairs)
+    orders = {
+        net: {"Kendall's tau": kendall_tau(pairs), "regret": regret(pairs)} for net, pairs in by_net.items() if len(pairs) > 1
+    }
     return {
         "median error": statistics.median(errors),
         "90th percentile": errors[math.ceil(0.9 * len(errors)) - 1],
-        "Kendall's tau, mean": statistics.mean(order["Kendall's tau"] for order in orders.values()),
-        "regret, mean": statistics.mean(regrets),
-        "regret, worst": max(regrets),
+        "Kendall's tau, mean": statistics.mean(order["Kendall's tau"] for order in orders.values()) if orders else None,
+        "regret, mean": statistics.mean(order["regret"] for order in orders.values()) if orders else None,
+        "regret, worst": max((order["regret"] for order in orders.values()), default=None),
         "orders": orders,
-        "rows": rows,
     }
 
 
