@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import on_ranks
 
+from widefield.comm.coming_back import _group_of_two
 from widefield.comm.gloo_threads import LOOP, keep_gloo_from_preempting
 from widefield.comm.process_groups import group_among
 
@@ -34,6 +37,14 @@ def test_threads_of_connections_do_not_preempt_and_all_others_do_as_before():
         for found in (of_join, of_group):
             assert found.pop(LOOP) == {os.SCHED_BATCH}
             assert set().union(*found.values()) == {os.SCHED_OTHER}
+
+
+def test_nor_do_those_of_a_group_with_a_rank_that_came_back(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with ThreadPoolExecutor(2) as both:
+        store = dist.HashStore()
+        groups = list(both.map(lambda rank: _group_of_two(store, 1, rank=rank), range(2)))
+        assert len(groups) == 2 and _policies()[LOOP] == {os.SCHED_BATCH}
 
 
 def _named_like_gloos(policy: int) -> int:

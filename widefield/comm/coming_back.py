@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from widefield.comm.gloo_threads import keep_gloo_from_preempting
 from widefield.comm.interfaces import choose_interface
 from widefield.comm.meeting import launchers_store
 from widefield.comm.world import CAME_BACK, MAY_COME_BACK, World
@@ -47,6 +48,7 @@ def meet_again(world: World) -> dist.ProcessGroup:
 def _group_of_two(store: dist.Store, number: int, *, rank: int) -> dist.ProcessGroup:
     seconds = datetime.timedelta(seconds=MEET_SECONDS)
     group: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{_KEY}/{number}", store), rank, 2, seconds)
+    keep_gloo_from_preempting()
     return group
 
 

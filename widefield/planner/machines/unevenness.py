@@ -28,7 +28,8 @@ TIMES = (2, 4, 8, 16)
 def unevenness(*, timeout_seconds: float = 60.0) -> float:
     """As Calibration has it, from two ranks of this machine's CPU.  RuntimeError: the ranks failed."""
     body: Any = _on_rank
-    return float(on_own_ranks(Plan(replicate=2), body, timeout_seconds))  # type: ignore[arg-type]
+    found: Any = on_own_ranks(Plan(replicate=2), body, timeout_seconds)
+    return float(found)
 
 
 def _on_rank(mesh: Mesh) -> float:
