@@ -41,6 +41,7 @@ from widefield.launchers import world_from
 from widefield.launchers.local import start
 from widefield.models import build
 from widefield.plans import Plan
+from widefield.streaming.storage.heap import keep_memory_of_steps
 
 RESULT = Path(__file__).parent / "results" / "tiles.json"
 CLASSES = 5
@@ -129,6 +130,7 @@ NETS = {
 def nets(options: argparse.Namespace) -> dict:
     """Turns of (whole on rank 0 alone, tiles on all ranks, parts on all ranks without a message) of the net `options.net`."""
     mesh = join(world_from(os.environ), Plan(space=[dist_size(), 1]))
+    keep_memory_of_steps(mesh)  # as a run does
     net, side = NETS[options.net], options.side
     torch.manual_seed(1)
     image = torch.randn(net.batch, 3, side, side)
