@@ -315,7 +315,7 @@ def run_with(folder, *, killed, at, status):
 
 
 @pytest.mark.usefixtures("_own_code")
-@pytest.mark.parametrize("killed", [[0], pytest.param([1], marks=SWEEP), pytest.param([1, 2], marks=pytest.mark.long)])
+@pytest.mark.parametrize("killed", [[0], pytest.param([1], marks=SWEEP), pytest.param([1, 2], marks=SWEEP)])
 def test_training_goes_on_when_workers_are_killed(tmp_path, killed):
     """An active one, a passive one, one of each."""
     output, when = run_with(tmp_path / "run", killed=killed, at=5, status=0)

@@ -57,7 +57,9 @@ def pages(tmp_path_factory) -> Path:
     return alone(tmp_path_factory.mktemp("pages") / "run")
 
 
-@pytest.mark.parametrize("layout", few(["stages", "memory", "copies", "tiles", "one tile"], "stages"))
+@pytest.mark.parametrize(
+    "layout", few(["stages", "memory", "copies", "tiles", "one tile"], "stages", then=["copies", "tiles"], is_sweep=True)
+)
 def test_stages_train_average_clip_and_count_as_one_rank(pages, tmp_path, layout):
     assert_same(laid_out(tmp_path / "run", layout), pages)
 

@@ -60,7 +60,7 @@ RECIPE = SmallRecipe("page_detection", SMALL, scores)
         pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
         Plan(shard=2),
         pytest.param(Plan(replicate=3), marks=SWEEP_ON_CPU),
-        pytest.param(Plan(replicate=2, space=[2, 1]), marks=pytest.mark.long),
+        pytest.param(Plan(replicate=2, space=[2, 1]), marks=SWEEP_ON_CPU),
     ],
     ids=str,
 )

@@ -105,7 +105,10 @@ CASES = [(name, optimizer) for name in PLANS for optimizer in OPTIMIZERS if name
 FIRST = [(name, "adamw") for name in ("zero1", "stage", "tiles", "stream")] + [("zero2", "lamb")]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), few(CASES, *FIRST))
+THEN = [("copies", "sgd"), ("zero3", "lamb"), ("channel", "adamw"), ("copies x tiles", "adamw")]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), few(CASES, *FIRST, then=THEN, is_sweep=True))
 def test_unfreezing_under_every_plan_is_that_of_one_device(name, optimizer):
     check_equal(under(name, optimizer), on_one_device(optimizer))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import losses, record
+from marks import SWEEP
 from ranks import on_ranks
 from same_numbers import check_same_numbers, evaluation
 
@@ -82,11 +83,16 @@ def whole(tmp_path_factory):
 
 
 SHORT = {("scene", "rows"), ("slide, attention over tissue", "stream"), ("random patches", "copies")}
-"""The others are long."""
+"""The others are long, and sweeps but for one plan of each kind in turn."""
 PAIRS = [
-    pytest.param(kind, plan, id=f"{kind}, {plan}", marks=[] if (kind, plan) in SHORT else pytest.mark.long)
-    for kind in KINDS
-    for plan in PLANS
+    pytest.param(
+        kind,
+        plan,
+        id=f"{kind}, {plan}",
+        marks=[] if (kind, plan) in SHORT else SWEEP if (number + turn) % len(PLANS) else pytest.mark.long,
+    )
+    for number, kind in enumerate(KINDS)
+    for turn, plan in enumerate(PLANS)
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import on_gpu_too
+from marks import SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 from torch import Tensor
@@ -83,11 +84,11 @@ def test_steps_are_a_loop_by_hand_with_the_authors_formula():
     "plan",
     [
         Plan(replicate=2),
-        pytest.param(Plan(replicate=3), marks=pytest.mark.long),
+        pytest.param(Plan(replicate=3), marks=SWEEP_ON_CPU),
         Plan(space=[2, 1]),
-        pytest.param(Plan(space=[2, 2]), marks=pytest.mark.long),
+        pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
         Plan(shard=2),
-        pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=pytest.mark.long),
+        pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=SWEEP_ON_CPU),
         Plan(channel=2),
     ],
     ids=str,
