@@ -103,8 +103,6 @@ def check_equal(found, wanted) -> None:
 
 CASES = [(name, optimizer) for name in PLANS for optimizer in OPTIMIZERS if name not in ("one", "accumulation")]
 FIRST = [(name, "adamw") for name in ("zero1", "stage", "tiles", "stream")] + [("zero2", "lamb")]
-
-
 THEN = [("copies", "sgd"), ("zero3", "lamb"), ("channel", "adamw"), ("copies x tiles", "adamw")]
 
 
