@@ -58,12 +58,15 @@ def train(
         further = range(plan.workers + 1, plan.workers + servers)
         requests = Requests([*range(plan.workers), *further], group)
         pushes = Requests(range(plan.workers), group, tag=PUSHES, into=requests) if plan.agreement.overlap else None
+        at_end = stack.enter_context(ExitStack())
         stack.callback(close_all, (requests, pushes), server_failed(), seconds=FAILED_SECONDS)
         _take_back(stack, world, [one for one in (requests, pushes) if one is not None])
         if plan.agreement.name == "ad_psgd":
             trainer = partial(PairTrainer, requests=requests, workers=plan.workers)
         else:
-            trainer = partial(ServerTrainer, requests=requests, pushes=pushes, workers=plan.workers, further=further)
+            trainer = partial(
+                ServerTrainer, requests=requests, pushes=pushes, workers=plan.workers, further=further, at_end=at_end
+            )
         with FailureWatch(alone) as watch:
             watched = replace(alone, watch=watch)
             return run(config, folder, watched, interrupt, stack, NOTHING, [server_in_words(plan)], trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -210,7 +211,6 @@ class Server:
 
     def close(self) -> None:
         self.events.close()
-        self.weights.close()
 
 
 def _named(shares: Sequence[Share]) -> str:
@@ -221,7 +221,7 @@ def _named(shares: Sequence[Share]) -> str:
 class ServerTrainer(Trainer):
     """requests: of workers and of further servers, which are on the ranks `further`.  pushes: as of a Server.
 
-    workers: how many there were when the run began.
+    workers: how many there were when the run began.  at_end: closed once they have heard how it ended.
     """
 
     requests: Requests | None = None
@@ -229,6 +229,7 @@ class ServerTrainer(Trainer):
     workers: int = 0
     further: Sequence[int] = ()
     server: Server | None = None
+    at_end: ExitStack = field(default_factory=ExitStack)
 
     def step(self, passes: Passes, *, stop: bool) -> bool:
         """Until all samples of the next step are learned from; whether the run is asked to stop and stands still."""
@@ -261,6 +262,7 @@ class ServerTrainer(Trainer):
                 self.learner, self.parts, self.requests, self.folder, workers=self.workers, further=self.further,
                 pushes=self.pushes, warn=self.record.warning,
             )  # fmt: skip
+            self.at_end.callback(self.server.weights.close)  # not before: a worker may be about to open it
         return self.server
 
     def _stand(self) -> None:
