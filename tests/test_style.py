@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -285,6 +286,17 @@ def test_every_extension_brings_its_cases(package):
 
 
 # ---------------------------------------------------------------------------------------------- tools
+
+
+def test_contributing_names_every_room_and_floor():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    floors = [floor for floor in contracts[0]["layers"] if floor not in ("forked_ranks", "__main__")]
+    assert " > ".join(floors) in " ".join(text.split())
+    rooms = {room for floor in floors for room in floor.split(" | ")}
+    names = [f"`{room}/`" if (PACKAGE / room).is_dir() else f"`{room}.py`" for room in sorted(rooms)]
+    table = text[text.index("| room | what it does |") : text.index("## Floors")]
+    assert [name for name in names if name not in table] == []
 
 
 def test_the_floors_hold():

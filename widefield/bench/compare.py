@@ -21,6 +21,7 @@ import torch
 from widefield.bench.candidates import PLAIN, Candidate, candidates, chosen
 from widefield.config import RunConfig, parse_config, read_config
 from widefield.config.recipe import recipe_path
+from widefield.cores import usable_cores
 from widefield.launchers import world_from
 from widefield.launchers.local import local_ranks, python_of_ranks, start
 from widefield.plans import check, plan_of, ranks_asked_for, ranks_of_a_replica
@@ -28,7 +29,7 @@ from widefield.report.bench import write_bench
 from widefield.report.comparison import findings, line, table_text
 from widefield.section import to_yaml
 from widefield.training.disk import replace_text
-from widefield.training.record import machine, usable_cores, versions
+from widefield.training.record import machine, versions
 from widefield.training.run_folder import write_recipe
 
 STOPPED = (130, 143)

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from widefield.comm.world import CAME_BACK
+from widefield.cores import usable_cores
 from widefield.launchers._forking import Forking, RankProcess
 from widefield.launchers._rank_processes import POLL_SECONDS, RankProcesses, name_of, verdict
 from widefield.launchers._restarting import Again, Restarts
@@ -77,7 +78,7 @@ def local_ranks(asked: int | None, gpus: int, each: int = 1, *, replica: int = 1
 
 def _crowded(asked: int) -> str:
     """A warning where CPU ranks share cores, else "".  ValueError: more of them than RANKS_PER_CORE allows."""
-    cores, most = _cores(), os.environ.get(RANKS_PER_CORE, str(RANKS_PER_CORE_MOST))
+    cores, most = usable_cores(), os.environ.get(RANKS_PER_CORE, str(RANKS_PER_CORE_MOST))
     if not (most.isdecimal() and int(most)):
         raise ValueError(f"{RANKS_PER_CORE}={most!r} is no count; set it to a whole number, 1 or more, or leave it out")
     if asked > cores * int(most):
@@ -90,11 +91,6 @@ def _crowded(asked: int) -> str:
     if asked <= cores:
         return ""
     return f"; warning: they share {cores} {'core' if cores == 1 else 'cores'}, so more ranks are no faster than {cores}"
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ranks(count: int) -> str:
@@ -237,7 +233,7 @@ def _environments(ranks: int, run_id: str, address: str, port: int) -> list[dict
 @contextlib.contextmanager
 def environment_of_ranks(ranks: int) -> Iterator[None]:
     """Set the environment variables that the ranks inherit, and restore them afterwards."""
-    wanted = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks))}
+    wanted = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // ranks))}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 
 from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
+from widefield.cores import usable_cores
 from widefield.data import Dataset, open_dataset, spacing_of
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
@@ -55,7 +56,6 @@ from widefield.training.loop import Learner
 from widefield.training.optimizer import build_optimizer, learning_rate
 from widefield.training.parameter_groups import layers_of
 from widefield.training.patches import Tissue, sampled, tissue_to_tree
-from widefield.training.record import usable_cores
 from widefield.training.replica_kinds import check_replicas, replicas_of
 from widefield.training.replicas import Replicas
 from widefield.training.run_folder import write_model, write_statistics, write_tissue

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from widefield.config import LogConfig
+from widefield.cores import usable_cores
 from widefield.fallback import Fallback, by_size
 from widefield.installed import version_of
 from widefield.redaction import redacted
@@ -80,11 +81,6 @@ def versions() -> dict[str, str]:
     """The versions of Python, torch, torchvision and widefield."""
     packages = {name: version_of(name) for name in ("torch", "torchvision", "widefield")}
     return {"python": platform.python_version(), **packages}
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from widefield.cores import usable_cores
 from widefield.diagnosis.finding import Facts, Finding, State, by_host
 from widefield.diagnosis.place import Surroundings
-from widefield.training.record import usable_cores
 
 ORDER, TITLE, MESSAGES = 56, "cores", False
 

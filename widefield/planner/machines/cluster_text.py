@@ -14,6 +14,7 @@ import os
 import re
 from dataclasses import replace
 
+from widefield.cores import usable_cores
 from widefield.naming import did_you_mean
 from widefield.planner.machines.calibration import Calibration, calibration_path, read_calibration
 from widefield.planner.machines.catalogue import (
@@ -101,7 +102,7 @@ def _here(
     devices = int(count) if count is not None else devices
     if devices < 1:
         raise ValueError(f"{text!r} has {devices} ranks; write {name}:1 or more")
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // devices))
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // devices))
     calibration = calibration or (_of_file("cuda", 0) if name == "measured" else None) or _measured_cpu(threads)
     if name == "measured" and calibration is None:
         raise ValueError("measured: this machine was not measured yet; run widefield plan --calibrate, or name a device")

@@ -11,10 +11,10 @@ from widefield.comm.devices import ranks_per_gpu
 from widefield.comm.meeting import placed_on_machine, rendezvous_seconds, said_by_first_rank
 from widefield.comm.mesh import AgreedError, World
 from widefield.config import RunConfig
+from widefield.cores import usable_cores
 from widefield.planner.search.automatic import planned_run, predict_into
 from widefield.training.given import Given
 from widefield.training.planned import planned_from
-from widefield.training.record import usable_cores
 from widefield.training.terminal import say
 
 CPU_RANKS_MOST = 4
