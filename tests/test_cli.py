@@ -251,6 +251,7 @@ def test_torchrun_starts_the_same_command(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_runs_get_fresh_numbered_folders(tmp_path):
     for _ in range(2):
         run("train", DIGITS, "schedule.length=1step", "schedule.warmup=0step", cwd=tmp_path)
@@ -285,6 +286,7 @@ def test_verify_says_why_a_model_is_refused_and_ends_with_status_2(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_verify_hands_options_to_the_model_and_can_leave_the_backward_out():
     told = run("verify", "unet", "--image", "1x21x18", "--space", "2", "--batch", "1", "--eval", "widths=[4,6]", "norm=group")
     assert told.splitlines()[-1] == "exact" and "gradient" not in told

@@ -434,6 +434,7 @@ def test_a_curve_is_given_the_schedule_the_share_and_the_samples(recipe):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_a_comparison_of_plans_finds_the_file_beside_the_recipe(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     words = ["--plans", "one rank", "--steps", "1", "--warmup", "1", "--out", str(tmp_path / "bench")]

@@ -67,6 +67,7 @@ def one(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_one_worker_is_an_asynchronous_server_with_one(one, name):
     assert_close(weights_of(one / f"hogwild {name}"), weights_of(one / f"server {name}"))
@@ -165,6 +166,7 @@ def command_of(folder, *further):
     return ["train", DIGITS, "--run", folder, *COUNTED, "mesh.replicate=4", *further]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_code")
 def test_a_worker_and_then_the_server_are_killed(tmp_path):
     before, folder = set(SHM.iterdir()), tmp_path / "run"

@@ -28,6 +28,7 @@ def warnings_of(folder):
     return [line["text"] for line in record(folder, "warning")]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_code")
 def test_a_worker_that_is_killed_in_the_middle_of_a_push_leaves_no_half_of_its_gradient(tmp_path):
     folder = tmp_path / "run"
@@ -52,6 +53,7 @@ def stopped_at(folder, step, *settings):
     return process, worker
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_code")
 def test_a_worker_that_hangs_is_struck_out_and_ends_with_words_when_it_wakes(tmp_path):
     process, worker = stopped_at(tmp_path / "run", 5, "mesh.replicate=5", "agreement={name: server, servers: 2}")
@@ -64,6 +66,7 @@ def test_a_worker_that_hangs_is_struck_out_and_ends_with_words_when_it_wakes(tmp
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_own_code")
 def test_a_run_ends_with_a_worker_that_hangs_for_ever(tmp_path):
     process, worker = stopped_at(tmp_path / "run", 5)
@@ -88,6 +91,7 @@ def test_a_further_server_that_is_killed_ends_the_run_which_goes_on_on_one_serve
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_own_code")
 def test_a_run_of_several_servers_that_is_asked_to_stop_goes_on(tmp_path):
     folder, two = tmp_path / "run", ["mesh.replicate=5", "agreement={name: server, servers: 2, overlap: true}"]

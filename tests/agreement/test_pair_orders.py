@@ -36,6 +36,7 @@ def assert_logged(world, folder, mean, steps):
     return log
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 8))])
 def test_the_log_has_the_weights_of_the_living_whoever_dies(hand, tmp_path, seed):
     draw, died = random.Random(seed), Counter()

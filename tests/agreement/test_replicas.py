@@ -130,6 +130,7 @@ def trained_under_all(mesh, which, agreement):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("which", "agreement"),
     [
@@ -175,6 +176,7 @@ def trained_by_gossip(mesh):
     return found
 
 
+@pytest.mark.long
 def test_replicas_that_mix_with_a_few_have_the_numbers_of_plain_models_mixed_by_hand():
     found = on_ranks(4, trained_by_gossip)
     for name, settings in GOSSIP.items():
@@ -457,6 +459,7 @@ def own_of(folder, step):
     return [b"".join(one.numpy().tobytes() for one in of["weights"].values()) for of in of_ranks]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_is_saved_is_the_mean_of_the_replicas_from_which_others_go_on(whole, tmp_path, ranks):
     config = config_of([*BRANCHES, "schedule.name=constant"])

@@ -227,6 +227,7 @@ def test_a_killed_server_ends_the_run_which_goes_on_by_the_same_command(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_own_code")
 def test_a_run_all_of_whose_workers_were_killed_goes_on_with_fewer(tmp_path):
     process = start_command(*command_of(tmp_path / "run"))

@@ -99,6 +99,7 @@ def test_several_servers_compute_what_one_would_of_the_same_log(several, servers
     assert "servers=1" in log_of(folder).algorithm
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["clipped", "normalized", "branches"])
 def test_several_synchronous_servers_compute_what_one_does(one, several, name):
     for servers in (servers for servers, found in SERVERS.items() if name in found):

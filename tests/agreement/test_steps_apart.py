@@ -153,6 +153,7 @@ def shared_cases(mesh, folder):
     return found
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_replica_are_held_back_together(tmp_path):
     first, *others = on_ranks(4, shared_cases, tmp_path)
     assert all({name: one[0] for name, one in of.items()} == {name: one[0] for name, one in first.items()} for of in others)

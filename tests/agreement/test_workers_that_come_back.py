@@ -22,6 +22,7 @@ AGREEMENTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_code")
 @pytest.mark.parametrize("name", few(AGREEMENTS, "asynchronous", is_sweep=True))
 def test_a_worker_that_was_killed_comes_back_and_learns_from_further_samples(tmp_path, monkeypatch, name):

@@ -73,6 +73,7 @@ def test_of_two_ranks_both_are_named_at_first_and_then_the_one_that_changed():
     assert nothing == ("", [])
 
 
+@pytest.mark.long
 def test_of_more_ranks_the_odd_one_is_in_the_minority():
     cases = [(2, 0, "operation"), (0, 0, "shape"), (1, 0, "shape")]
     for (said, culprits), (odd, *_) in zip(of_all(on_ranks(3, several, cases)), cases, strict=True):

@@ -74,6 +74,7 @@ def unet(mesh):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_a_compiled_unet_sends_no_more_pixels_than_an_uncompiled_one():
     for uncompiled, compiled in on_ranks(2, unet, plan=Plan(space=[2, 1]), timeout_seconds=300):
         assert 0 < compiled <= uncompiled

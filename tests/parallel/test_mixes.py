@@ -149,6 +149,7 @@ def test_three_steps_equal_one_devices(mix, name):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mix", "name"),
     few(

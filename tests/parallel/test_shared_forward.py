@@ -299,6 +299,7 @@ def compiled(mesh, way: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", few(["before", "after", "a wrapper"], "before", "after"))
 def test_compiled_copies_draw_and_mix_as_one_device_does(way):
     wrong = on_ranks(2, compiled, way, plan=Plan(replicate=2))[0]

@@ -225,6 +225,7 @@ def test_steps_of_the_small_problem_are_whole():
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_256_workers_take_well_under_a_minute():
     """Of the processor's time: some 15 s on a core of a Xeon at 2.3 GHz that others use too."""
     began = time.process_time()

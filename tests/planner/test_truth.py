@@ -49,6 +49,7 @@ def test_ranks_send_the_messages_that_the_emulation_says(case):
     assert bool(kinds) == (case.ranks > 1)
 
 
+@pytest.mark.long
 def test_ranks_hold_what_the_emulation_says():
     rows = [row for case in CASES for row in peak_rows(case, *both(case))]
     assert Gates().failures(rows) == [], summary(rows)

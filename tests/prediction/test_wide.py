@@ -71,6 +71,7 @@ def test_a_command_that_was_stopped_goes_on_where_it_was(run, scene, whole, tmp_
     assert written == [9 - 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["the image", "the tiles", "the file of labels"])
 def test_what_was_written_for_something_else_is_thrown_away(run, scene, whole, tmp_path, monkeypatch, change):
     copy, overrides = tmp_path / "copy.npy", []

@@ -101,6 +101,7 @@ def _on_ranks(mesh, run: Path, scene: Path, output: Path, overrides: list[str], 
         return predict_files(run, [scene], overrides, mesh.world, output=output, wishes=wishes, weights=drawn)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "overrides", "flips"),
     [(2, ["mesh.space=[2,1]"], False), (2, ["mesh.space=[1,2]"], True), (3, ["mesh.space=[3,1]"], True)],

@@ -86,6 +86,7 @@ def test_a_volume_is_not_predicted_by_a_run_of_images(run, pixels, tmp_path):
     assert not found.answers and "scan.nii" in found.lefts[0].reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", few([".nii", ".nii.gz"], ".nii.gz", is_sweep=True))
 def test_probabilities_of_a_volume_are_those_of_the_whole_and_lie_on_it(volume_run, pixels, tmp_path, suffix):
     path = nifti_of(pixels, tmp_path / f"scan{suffix}")

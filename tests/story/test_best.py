@@ -103,6 +103,7 @@ def test_a_run_without_a_better_evaluation_ends_early_and_complete(tmp_path):
     assert go(tmp_path / "run", *STUCK, "evaluate.patience=3").step > 6
 
 
+@pytest.mark.long
 def test_patience_counts_on_where_a_run_stopped(tmp_path):
     go(tmp_path / "whole", *STUCK)
     go(tmp_path / "cut", *STUCK)
@@ -120,6 +121,7 @@ def sharded(mesh, folder: Path, settings: list[str]) -> tuple:
 COPIES, PARTS = ["mesh.replicate=2"], ["mesh.replicate=1", "mesh.shard=2", "sharding.zero=3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", few([COPIES, PARTS], COPIES))
 def test_ranks_end_early_together_and_one_of_them_writes_the_best(plan, tmp_path):
     settings = [*SHORT, *STUCK, *plan, "ema.decay=0.5", "precision=float64"]

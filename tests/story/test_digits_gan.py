@@ -41,6 +41,7 @@ def test_the_recipe_has_two_copies():
     assert plan.ranks == 2 and plan.replicate == 2
 
 
+@pytest.mark.long
 def test_each_evaluation_leaves_a_grid_of_what_is_made_of_the_same_noise(trained):
     page = (trained / "report.html").read_text()
     assert "Training loss of the generator" in page and "Where it was wrong" not in page
@@ -49,11 +50,13 @@ def test_each_evaluation_leaves_a_grid_of_what_is_made_of_the_same_noise(trained
     assert {grid.shape for grid in grids} == {(6 * 18 - 2, 6 * 18 - 2)} and (grids[0] != grids[1]).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", few([1, 4], 4, is_sweep=True))
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path, after):
     RECIPE.check_resume(trained, tmp_path / "cut", after=after)
 
 
+@pytest.mark.long
 def test_a_run_that_ends_in_the_backward_of_a_discriminators_turn_goes_on_bit_for_bit(trained, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, "rank=0 step=5 phase=backward kind=exception")
     with pytest.raises(Exception, match="injected on rank 0 in backward"):
@@ -86,6 +89,7 @@ def test_the_evaluation_can_be_had_again(trained):
 # ---------------------------------------------------------------------------------------------- images that are asked for
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", few(["mesh.space=[2,1]", "mesh.shard=2"], "mesh.shard=2", is_sweep=True))
 def test_a_plain_generator_makes_the_images_that_the_command_makes(trained, tmp_path, mesh):
     """On two ranks, which share each image, or images and weights: the second one has fewer batches."""

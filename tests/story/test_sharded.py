@@ -114,6 +114,7 @@ def test_a_run_on_shared_weights_is_evaluated_and_exported_anywhere(pages, tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_the_reasons_say_who_shares_what(tmp_path):
     folder = trained(tmp_path / "run", "ZeRO-3", "schedule.length=4step")
     reasons = record(folder, "start")[0]["reasons"]

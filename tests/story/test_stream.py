@@ -173,6 +173,7 @@ def test_copies_with_statistics_of_their_own_are_streamed(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_a_wrong_number_of_tiles_is_refused_on_every_rank_in_one_message(tmp_path):
     told = run("train", STREAMED, "--run", tmp_path / "run", *PAGES, "stream.tiles=[2]", "mesh.replicate=2", status=2)
     assert told.count("stream.tiles=[2] has 1 numbers and images have 2 dims") == 1 and "Traceback" not in told
@@ -197,6 +198,7 @@ def test_the_report_names_the_tiles(streamed, whole):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_the_command_says_it_where_it_begins(tmp_path):
     told = run("train", STREAMED, "--run", tmp_path / "run", *PAGES, *TILES, "schedule.length=2step")
     assert "on one rank, streamed in 2 x 3 tiles (cpu)" in told.splitlines()[1]

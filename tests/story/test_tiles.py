@@ -67,6 +67,7 @@ def test_tiles_train_and_count_as_one_rank(whole, tmp_path, name):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_a_run_on_tiles_says_how_images_are_cut(cut):
     reasons = record(cut, "start")[0]["reasons"]
     assert "images of 96 x 80 px are cut at row 48: tiles of 48 x 80 px" in reasons
@@ -100,6 +101,7 @@ ALTOGETHER = ["ema.decay=0.9", "gradient.accumulate=2", "optimizer.clip_norm=0.5
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_an_average_clipping_and_accumulation_change_nothing(tmp_path):
     one = trained(tmp_path / "one", *ALTOGETHER)
     assert_same(trained(tmp_path / "cut", *ALTOGETHER, *LAYOUTS["rows"], ranks=2), one)
@@ -162,6 +164,7 @@ def test_a_size_too_many_is_refused_before_the_first_step(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_a_missing_size_is_refused_on_every_rank_in_one_message(tmp_path):
     told = run("train", PAGE, "--run", tmp_path / "run", *PAGES, "mesh.space=[2]", status=2)
     assert "mesh.space=[2] has 1 sizes and images have 2 dims; give one size per dim, as [2, 1]" in told

@@ -33,6 +33,7 @@ def streamed() -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_compiled_runs_give_the_same_numbers(streamed):
     image = torch.randn(2, 3, 29, 31, dtype=torch.float64)
     found = []

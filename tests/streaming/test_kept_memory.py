@@ -19,10 +19,13 @@ def faults():
 kept = heap.keep_freed_memory()
 for _ in range(3):
     torch.ones(2**24), torch.ones(2**20)
-before = faults()
-for _ in range(4):
-    torch.ones(2**24), torch.ones(2**20)
-first = faults() - before
+tries = []
+for _ in range(8):  # small blocks of other code may come to lie between: then one try takes new memory
+    before = faults()
+    for _ in range(4):
+        torch.ones(2**24), torch.ones(2**20)
+    tries.append(faults() - before)
+first = min(tries)
 heap.SECONDS = 0.0
 list(heap.trimmed([1]))  # as a stream without gradients does, in which a tile takes a second
 before = faults()
@@ -42,7 +45,7 @@ print(kept, first, faults() - before)
     ids=["nothing said", "a variable", "a tunable"],
 )
 def test_freed_memory_is_kept_unless_the_environment_says_how(told, keeps):
-    """Blocks of 64 MiB: 16,384 pages of 4 KiB each time they are new."""
+    """Blocks of 64 MiB: 16,384 pages of 4 KiB each time they are new.  The best of several tries: kept blocks are found again."""
     if sys.platform != "linux":
         pytest.skip("glibc's malloc")
     found = subprocess.run(

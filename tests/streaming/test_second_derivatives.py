@@ -168,6 +168,7 @@ def test_volumes_and_a_second_image_that_is_not_differentiated():
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
 def test_compiled_operations_are_run_one_by_one_where_gradients_are_differentiated():
     torch.manual_seed(0)

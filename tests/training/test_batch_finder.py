@@ -96,6 +96,7 @@ def test_the_rank_that_needs_most_decides_for_all(name, batch):
     assert answers[0] == answers[1] and answers[0][0] == batch
 
 
+@pytest.mark.long
 def test_the_reason_says_why_it_is_not_larger():
     assert found(one_rank(), most=5e9)[1] == [
         "data.batch_size=64: 23 steps an epoch, and 12 with twice as many images, fewer than 20; a step's peak is 7 KiB of the "
@@ -195,6 +196,7 @@ class Failing:
         raise torch.OutOfMemoryError("out of memory")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(PLANS, "copies", is_sweep=True))
 @pytest.mark.parametrize("full", few([1, 0], 1, is_sweep=True))
 def test_one_rank_without_memory_ends_the_search_of_all_and_the_run_goes_on(name, full):
@@ -292,6 +294,7 @@ def test_a_run_is_that_of_the_number_and_goes_on_with_it(tmp_path, begun, capsys
     assert outcome(found) == outcome(tmp_path / "given")
 
 
+@pytest.mark.long
 def test_a_passed_model_is_copied_and_callbacks_hear_of_the_run_alone(tmp_path, memory_for_16):
     heard: list[int] = []
 
@@ -307,6 +310,7 @@ def test_a_passed_model_is_copied_and_callbacks_hear_of_the_run_alone(tmp_path, 
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_the_learning_rate_is_looked_for_with_the_batch_that_was_found(tmp_path, memory_for_16, monkeypatch, capsys):
     monkeypatch.setattr("widefield.training.learning_rate_finder.STEPS", 4)
     wf.train(DIGITS, *SETTINGS, "optimizer.lr=find", run=tmp_path)
@@ -374,6 +378,7 @@ def test_a_peak_that_cannot_be_reset_is_said_to_be_of_the_lifetime(monkeypatch):
     assert not memory.reset_peak(cpu)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("usable", "expected"), [(6250, 1), (10_000, 64)])
 def test_equal_lifetime_peaks_do_not_say_that_images_need_nothing(usable, expected):
     """Memory before the search was 3,900; of usable, 0.8 may be used, and 64 images need 6,760."""

@@ -70,6 +70,7 @@ def found(mesh, settings: list[str], rank: int | None, flipped: list[str]) -> li
     return [[(one.part, one.ranks, one.replicas, one.is_named, one.names, one.in_words()) for one in some] for some in told]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(PLANS, "3 copies", "copies of shards"))
 def test_a_flipped_bit_is_named_on_every_plan_and_sound_replicas_are_not(name):
     ranks, axes = PLANS[name]
@@ -109,6 +110,7 @@ def trained(mesh, folder: Path, settings: list[str], at: int | None) -> str:
         Learner.learn = real
 
 
+@pytest.mark.long
 def test_a_run_whose_replicas_differ_ends_before_anything_is_saved_and_names_the_rank(tmp_path):
     settings = ["mesh.replicate=3", "guard.checksum_every=100", "checkpoint.every=2step"]
     with pytest.raises(RankFailed, match="after step 4 rank 2 has other bits in weights .* than the 2 other replicas"):
@@ -118,6 +120,7 @@ def test_a_run_whose_replicas_differ_ends_before_anything_is_saved_and_names_the
     assert told[0]["found"] == "replicas differ" and told[0]["ranks"] == [2] and told[0]["is_named"]
 
 
+@pytest.mark.long
 def test_a_run_that_goes_back_ends_with_the_weights_of_one_that_was_never_wrong(tmp_path):
     settings = ["mesh.replicate=2", "guard.checksum_every=1", "checkpoint.every=2step", "guard.differs=roll_back"]
     assert on_ranks(2, trained, tmp_path / "flipped", settings, 3) == ["complete"] * 2
@@ -128,6 +131,7 @@ def test_a_run_that_goes_back_ends_with_the_weights_of_one_that_was_never_wrong(
     assert record(tmp_path / "sound", "guard") == []
 
 
+@pytest.mark.long
 def test_where_nothing_is_compared_the_run_says_so(tmp_path):
     settings = ["mesh.stage=2", "guard.checksum_every=2"]
     plan = plan_of(read_config(PAGE, [*SETTINGS, *settings]), 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import on_gpu_too
-from marks import SWEEP_ON_CPU
+from marks import LONG_ON_CPU, SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 
@@ -71,6 +71,7 @@ def test_ten_steps_of_the_recipe_are_those_of_one_rank(plan, settings):
         assert found == pytest.approx(wanted, rel=1e-8, nan_ok=True)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @BOTH
 def test_ten_steps_of_the_recipe_in_a_stream_are_those_of_one_rank(settings):
@@ -78,6 +79,7 @@ def test_ten_steps_of_the_recipe_in_a_stream_are_those_of_one_rank(settings):
     assert RECIPE.alone(10, *settings, plan=stream) == pytest.approx(RECIPE.alone(10, *settings), rel=1e-8, nan_ok=True)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @BOTH
 def test_channels_on_two_ranks_learn_as_one_rank(settings):

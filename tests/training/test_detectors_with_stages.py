@@ -11,7 +11,7 @@ import pytest
 import torch
 from detectors import FASTER_RCNN, SMALL, SSD
 from devices import here, on_gpu_too
-from marks import SWEEP_ON_CPU
+from marks import LONG_ON_CPU, SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe, check_evaluated_again
 
@@ -87,6 +87,7 @@ def test_steps_of_the_recipe_are_those_of_one_rank(plan):
         assert_equal(found, wanted)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 def test_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     stream = Plan(stream=StreamConfig(tiles=[2, 2]))
@@ -111,6 +112,7 @@ def several(mesh: Mesh) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [Plan(space=[2, 1]), Plan(shard=2), Plan(channel=2)], ids=str)
 def test_frozen_parts_and_sums_of_passes_are_those_of_one_rank(plan):
     wanted = several(Mesh(ALONE, World(), here()))

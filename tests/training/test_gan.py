@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from devices import on_gpu_too
-from marks import SWEEP_ON_CPU
+from marks import LONG_ON_CPU, SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -100,6 +100,7 @@ def test_twenty_steps_of_the_recipe_are_those_of_one_rank(plan):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     assert RECIPE.alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(20), rel=1e-8)
@@ -135,6 +136,7 @@ R1 = ["task.options.r1=2", "task.options.penalty_every=2"]
 WGAN_GP = ["task.options.adversarial=wasserstein", "task.options.gradient_penalty=10"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked", [R1, WGAN_GP], ids=["R1", "WGAN-GP"])
 @pytest.mark.parametrize("plan", [Plan(stream=StreamConfig(tiles=[2, 2])), Plan(replicate=2)], ids=str)
 def test_twenty_steps_with_penalties_and_batch_norm_are_those_of_one_rank(plan, asked):

@@ -214,6 +214,7 @@ def test_a_step_of_one_rank_follows_the_formula(passes):
     compare(found(Mesh(Plan(), World(), CPU), passes), passes)
 
 
+@pytest.mark.long
 def test_a_stream_follows_the_formula():
     compare(found(Mesh(Plan(stream=StreamConfig(tiles=[2, 2])), World(), CPU)))
 
@@ -238,6 +239,7 @@ def passes_of_copies(mesh: Mesh) -> dict[str, Found]:
     return found(mesh, passes=2)
 
 
+@pytest.mark.long
 def test_passes_of_copies_follow_the_formula():
     """The second pass has two images: one for each copy."""
     compare(on_ranks(2, passes_of_copies)[0], passes=2)

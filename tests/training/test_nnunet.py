@@ -73,6 +73,7 @@ def whole(folder, tmp_path_factory) -> Path:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [pytest.param("copies", marks=pytest.mark.long), "planes", "stream"])
 def test_losses_on_a_common_spacing_are_those_of_one_rank(plan, folder, whole, tmp_path):
     ranks, settings = PLANS[plan]
@@ -117,6 +118,7 @@ def on_these_ranks(mesh, run: Path, data: Path, output: Path, overrides: list[st
     return predict_files(run, [data / "imagesTs"], overrides, mesh.world, output=output)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [(1, []), (1, ["stream.tiles=[2,3,2]"]), (2, ["mesh.space=[2,1,1]"]),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from devices import here, on_gpu_too
-from marks import SWEEP_ON_CPU
+from marks import LONG_ON_CPU, SWEEP_ON_CPU
 from ranks import on_ranks
 from safetensors.torch import load_file
 from small_recipe import ALONE, SmallRecipe, check_evaluated_again
@@ -154,6 +154,7 @@ def test_twenty_steps_are_those_of_one_rank(plan):
         assert found == [pytest.approx(numbers, rel=1e-8) for numbers in wanted]
 
 
+@LONG_ON_CPU
 @on_gpu_too
 def test_twenty_steps_in_a_stream_are_those_of_one_rank():
     wanted = alone(of_both)
@@ -173,6 +174,7 @@ def of_many(mesh: Mesh) -> list[float]:
     return RECIPE.numbers(mesh, 4, *MANY) + RECIPE.numbers(mesh, 4, *own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[1, 2]), Plan(shard=2), Plan(channel=2)], ids=str)
 def test_uneven_batches_in_passes_with_averages_and_penalties_are_those_of_one_rank(plan):
     wanted = alone(of_many)
@@ -180,6 +182,7 @@ def test_uneven_batches_in_passes_with_averages_and_penalties_are_those_of_one_r
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
+@pytest.mark.long
 def test_penalties_in_a_stream_are_those_of_one_rank():
     found = of_many(Mesh(Plan(stream=StreamConfig(tiles=[2, 2])), World(), here()))
     assert found == pytest.approx(alone(of_many), rel=1e-8)
@@ -240,6 +243,7 @@ def test_a_model_that_has_something_of_a_means_name_is_refused():
         register_means(model, task, CPU)
 
 
+@pytest.mark.long
 def test_a_run_with_lengths_of_paths_resumes_and_is_evaluated_again(tmp_path):
     short = ["log.tensorboard=false", "schedule={name: constant, length: 4step}", "precision=float32"]
     recipe = SmallRecipe("digits_gan", [*SMALL, *PATHS, *short])

@@ -69,6 +69,7 @@ def full(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
 
+@pytest.mark.long
 def test_a_run_that_finds_no_memory_says_where_and_what_takes_less_with_figures(tmp_path, monkeypatch):
     real = Learner._update
 
@@ -90,6 +91,7 @@ def test_a_run_that_finds_no_memory_says_where_and_what_takes_less_with_figures(
     assert main(["train", DIGITS, *SETTINGS, "--run", str(tmp_path / "run")]) == 2
 
 
+@pytest.mark.long
 def test_each_change_is_predicted_to_take_less_than_the_run():
     wide = read_config(DIGITS, ["data.batch_size=256", "model.options={widths: [32, 64], blocks: 2}"])
     now, found = reliefs(wide, 1, seconds=120)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import few
 from ranks import on_ranks
 from same_numbers import check_same_numbers
 from torch import Tensor
@@ -134,8 +135,11 @@ def go(mesh, folder: Path, settings: list[str]) -> str:
     return train(parse_config(VOLUMES, settings), folder, mesh.world).reason
 
 
+COVERING, DRAWN = "{size: [6, 12, 9], draw: cover}", "{size: [6, 12, 9], per_image: 3}"
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("patches", ["{size: [6, 12, 9], draw: cover}", "{size: [6, 12, 9], per_image: 3}"])
+@pytest.mark.parametrize("patches", few([COVERING, DRAWN], COVERING, is_sweep=True))
 def test_volumes_train_on_patches_as_on_one_rank(patches, tmp_path):
     settings = [f"data.patches={patches}", "mesh.replicate=1"]
     assert train(parse_config(VOLUMES, settings), tmp_path / "one", World()).reason == "complete"

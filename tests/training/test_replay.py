@@ -99,6 +99,7 @@ def test_without_the_steps_between_the_loss_is_another(run, capsys):
     assert replay_step(run, 6, from_checkpoint=True).loss != losses(run)[5]
 
 
+@pytest.mark.long
 def test_a_step_of_several_ranks_is_the_same_on_one_but_for_rounding(tmp_path):
     settings = ["mesh.replicate=2", "gradient.accumulate=2", "precision=float64"]
     assert on_ranks(2, ran, tmp_path / "run", settings) == ["complete"] * 2

@@ -150,6 +150,7 @@ def tiled(mesh, folder: Path, settings: list[str]) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 def test_mistakes_have_the_same_pictures_where_images_are_cut(tmp_path):
     settings = ["schedule.length=2step", "schedule.warmup=0step", "log.tensorboard=false", "precision=float64"]
     train(read_config(DIGITS, [*settings, "mesh.replicate=1"]), tmp_path / "whole", World())

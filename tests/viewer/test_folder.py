@@ -97,6 +97,7 @@ def test_numbers_that_are_no_class_are_left_out(tmp_path, settings, nothing):
     assert np.array_equal(level(page, "prediction", 0, TRUTH.shape), np.where(is_none, 0, labels + 1))
 
 
+@pytest.mark.long
 def test_labels_above_255_are_shown_too(tmp_path):
     labels = RNG.integers(0, 60_000, TRUTH.shape).astype(np.uint32)
     page = write(tmp_path, IMAGE, prediction=labels, settings=shown(ignored=[]))
