@@ -125,7 +125,7 @@ def test_the_reasons_say_who_shares_what(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", few(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("precision", few(["bfloat16", "float16"], "bfloat16", is_sweep=True))
 def test_low_precision_gives_what_whole_copies_give(tmp_path, precision):
     """Autocast over float32 weights; sums of two gradients round alike, whoever takes them."""
     settings = [f"precision={precision}", "optimizer.clip_norm=0.5"]

@@ -61,13 +61,12 @@ def test_the_pages_tell_classes_apart(whole):
     assert sum(sum(column) > 0 for column in zip(*counts, strict=True)) >= 3
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, "rows"))
+@pytest.mark.parametrize("name", few(LAYOUTS, "rows", then=["rows and columns"], is_sweep=True))
 def test_tiles_train_and_count_as_one_rank(whole, tmp_path, name):
     assert_same(trained(tmp_path / "run", *LAYOUTS[name], ranks=2 if name == "rows" else 4), whole)
 
 
 @pytest.mark.long
-@pytest.mark.sweep
 def test_a_run_on_tiles_says_how_images_are_cut(cut):
     reasons = record(cut, "start")[0]["reasons"]
     assert "images of 96 x 80 px are cut at row 48: tiles of 48 x 80 px" in reasons
@@ -79,7 +78,13 @@ def test_a_run_on_tiles_says_how_images_are_cut(cut):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("before", "after"), few([("rows", "rows"), ("rows", "one rank"), ("one rank", "rows")], ("rows", "one rank"))
+    ("before", "after"),
+    few(
+        [("rows", "rows"), ("rows", "one rank"), ("one rank", "rows")],
+        ("rows", "one rank"),
+        then=[("rows", "rows")],
+        is_sweep=True,
+    ),
 )
 def test_a_resumed_run_equals_one_that_was_not_stopped_also_under_another_plan(whole, cut, tmp_path, before, after):
     folder = tmp_path / "run"
@@ -118,7 +123,7 @@ def test_a_compiled_model_trains_on_tiles_as_one_that_is_not(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("batch_norm", few(["averaged", "broadcast"], "averaged"))
+@pytest.mark.parametrize("batch_norm", few(["averaged", "broadcast"], "averaged", is_sweep=True))
 def test_other_batch_norms_are_of_copies_and_never_of_tiles(tmp_path, batch_norm):
     """The tiles of one image have one statistic, whatever a recipe asks for; what copies do is up to the recipe."""
     settings = [f"batch_norm={batch_norm}", "mesh.replicate=2", "schedule.length=4step"]

@@ -45,7 +45,7 @@ print(kept, first, faults() - before)
     ids=["nothing said", "a variable", "a tunable"],
 )
 def test_freed_memory_is_kept_unless_the_environment_says_how(told, keeps):
-    """Blocks of 64 MiB: 16,384 pages of 4 KiB each time they are new.  The best of several tries: kept blocks are found again."""
+    """Blocks of 64 MiB: 16,384 pages of 4 KiB each time they are new.  Of several tries the best one counts."""
     if sys.platform != "linux":
         pytest.skip("glibc's malloc")
     found = subprocess.run(

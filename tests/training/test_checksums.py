@@ -71,7 +71,7 @@ def found(mesh, settings: list[str], rank: int | None, flipped: list[str]) -> li
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", few(PLANS, "3 copies", "copies of shards"))
+@pytest.mark.parametrize("name", few(PLANS, "3 copies", "copies of shards", then=["copies of stages"], is_sweep=True))
 def test_a_flipped_bit_is_named_on_every_plan_and_sound_replicas_are_not(name):
     ranks, axes = PLANS[name]
     plan = plan_of(read_config(PAGE, [*SETTINGS, *axes]), ranks)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command import losses
+from marks import SWEEP
 from ranks import on_ranks
 from same_numbers import check_same_numbers
 from torch.nn import functional as F
@@ -74,7 +75,7 @@ def whole(folder, tmp_path_factory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", [pytest.param("copies", marks=pytest.mark.long), "planes", "stream"])
+@pytest.mark.parametrize("plan", [pytest.param("copies", marks=SWEEP), "planes", "stream"])
 def test_losses_on_a_common_spacing_are_those_of_one_rank(plan, folder, whole, tmp_path):
     ranks, settings = PLANS[plan]
     if ranks == 1:
