@@ -341,6 +341,7 @@ def test_yaml_reads_back_equal(overrides):
     assert parse_config(to_yaml(config)) == config
 
 
+@pytest.mark.long
 @given(lr=st.floats(1e-300, 1e300), decay=st.floats(0, 1e9), text=st.text(st.characters(codec="utf-8"), max_size=12))
 def test_yaml_keeps_every_bit_of_floats_and_every_letter(lr, decay, text):
     config = parse_config(RECIPE)

@@ -66,6 +66,7 @@ def gradients_through_the_door(mesh_of_the_test, image, target, cut):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [(0, 4, 7), (0, 1, 6, 7)])
 def test_gradients_are_the_whole_batch_s_on_every_rank(cut):
     image, target = torch.randn(7, 3, 5, 5, dtype=torch.float64), torch.randint(5, (7,))
@@ -107,6 +108,7 @@ QUICK = {
 }
 
 
+@pytest.mark.long
 def test_train_does_what_the_command_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # so that the name is found in the package
     run_train(read_config(DIGITS, SHORT), tmp_path / "command", World())

@@ -42,6 +42,7 @@ def test_without_a_gpu_the_run_says_how_many_tests_did_not_run():
 # ---------------------------------------------------------------------------------------------- the benchmark
 
 
+@pytest.mark.long
 def test_without_a_gpu_the_benchmark_says_so_and_writes_nothing(tmp_path):
     done = benchmark("--output", str(tmp_path / "gpu.json"), seconds=120)
     assert (done.returncode, done.stdout.splitlines()) == (
@@ -51,6 +52,7 @@ def test_without_a_gpu_the_benchmark_says_so_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_part_that_is_not_there_is_refused():
     done = benchmark("--only", "step,peer", seconds=120)
     assert done.returncode == 2 and "there is no part 'peer'; there are step, image, halo, peers" in done.stderr

@@ -58,6 +58,7 @@ def test_what_there_is_not_is_refused_with_the_nearest(capsys, words, told):
     assert main(["list", *words]) == 2 and told in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_files_are_listed_without_importing_torch():
     code = "import sys; from widefield.cli import main; main(['list', 'tasks']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -228,6 +228,7 @@ def named_run(mesh, recipe: Path, folder: Path, *settings: str):
     return evaluation.metrics, evaluation.sentence
 
 
+@pytest.mark.long
 def test_every_part_may_be_a_callable_of_a_file_beside_the_recipe(recipe, tmp_path):
     metrics, sentence = named_run(None, recipe, tmp_path / "one")
     assert set(metrics) == {
@@ -241,6 +242,7 @@ def test_every_part_may_be_a_callable_of_a_file_beside_the_recipe(recipe, tmp_pa
     assert rates == pytest.approx([0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025, 0.00125]) and read_config(recipe).seed == 0
 
 
+@pytest.mark.long
 def test_such_a_run_goes_on_in_mid_epoch_bit_for_bit(recipe, tmp_path):
     wf.train(recipe, run=tmp_path / "whole")
     wf.train(recipe, "checkpoint.every=1step", "checkpoint.keep_last=99", run=tmp_path / "cut")
@@ -250,6 +252,7 @@ def test_such_a_run_goes_on_in_mid_epoch_bit_for_bit(recipe, tmp_path):
     assert fingerprint(tmp_path / "cut", ranks=1) == fingerprint(tmp_path / "whole", ranks=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [["mesh.shard=2"], ["mesh.shard=2", "sharding.zero=1"], ["mesh.stage=2"]])
 def test_an_own_optimizer_steps_parts_as_the_whole(settings, recipe, tmp_path):
     wf.train(recipe, run=tmp_path / "one")
@@ -469,6 +472,7 @@ def test_no_part_that_a_run_folder_names_is_run_unless_named_or_trusted(recipe, 
     assert cli.main(["report", str(folder)]) == 0
 
 
+@pytest.mark.long
 def test_the_users_recipe_goes_on_with_the_run_and_its_copy_too(recipe, tmp_path):
     folder = wf.train(recipe, "schedule.length=1step", run=tmp_path / "run").run
     shutil.copy(folder / "config.yaml", recipe.parent / "copy.yaml")

@@ -291,6 +291,7 @@ def with_freeze(folder, config: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", FREEZE_PLAN], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_a_new_strategy_brings_its_section_to_recipes_and_plans(tmp_path):
     done = with_freeze(tmp_path, FREEZE_CONFIG)
     assert done.returncode == 0, done.stderr

@@ -135,6 +135,7 @@ def counted_samples(folder):
     return -sum(float(one) for name, one in weights_of(folder).items() if name.startswith("counts")) * 36 / 0.1
 
 
+@pytest.mark.long
 def test_every_sample_is_in_the_weights_exactly_once(three):
     assert_learned_once(three / "counted")
     gradients = [event for event in log_of(three / "counted").events if event.kind == "gradient"]
@@ -186,6 +187,7 @@ def test_a_worker_and_then_the_server_are_killed(tmp_path):
     assert set(SHM.iterdir()) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("when", "words"),
     [
@@ -264,6 +266,7 @@ def failing(mesh, folder):
     return texts
 
 
+@pytest.mark.long
 def test_what_one_rank_cannot_do_ends_the_run_on_all_before_anything_is_learned(tmp_path):
     before = set(SHM.iterdir())
     found = on_ranks(4, failing, tmp_path, plan=plan_for(4))

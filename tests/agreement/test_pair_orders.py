@@ -52,6 +52,7 @@ def test_the_log_has_the_weights_of_the_living_whoever_dies(hand, tmp_path, seed
     assert len(died) > 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_a_run_goes_on_from_a_checkpoint_before_what_its_log_has(hand, tmp_path, seed):
     """With as many workers, more or fewer, after workers had died between checkpoint and end."""

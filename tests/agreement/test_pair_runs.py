@@ -123,6 +123,7 @@ def assert_close(found, expected, tolerance=1e-12):
         assert (one - expected[name]).abs().max() <= tolerance * max(1.0, float(expected[name].abs().max())), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sgd", "adamw", "epoch"])
 def test_the_simulator_computes_the_same_weights_from_a_runs_log(runs, name):
     log = log_of(runs / name)
@@ -221,6 +222,7 @@ def alone(mesh, folder):
         train(config_of(["checkpoint.every=100ep", *settings]), folder / name, mesh.world)
 
 
+@pytest.mark.long
 def test_one_worker_is_one_device(tmp_path):
     """Also where a branch never runs, one runs in some passes, and a weight is frozen."""
     on_ranks(2, alone, tmp_path, plan=plan_of(config_of([]), 2))
@@ -251,6 +253,7 @@ def in_step(mesh, folder):
     return train(config_of(["agreement=mean", "schedule.length=9step", "batch_norm=synchronized"]), folder, mesh.world).step
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_the_mean_of_its_checkpoint_also_in_step(tmp_path):
     found = on_ranks(WORKERS + 1, again, tmp_path / "run", plan=plan_of(config_of([]), WORKERS + 1))
     assert found[3] == ("enough", 8) and {steps for _, steps in found} == {8}
@@ -279,6 +282,7 @@ def hanging(mesh, folder):
     return "trained"
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_ends_the_run_and_is_named(tmp_path):
     found = on_ranks(WORKERS + 1, hanging, tmp_path, plan=plan_of(config_of([]), WORKERS + 1))
     assert "AgreedError: no worker has sent anything for 1 s, and worker 0 should: it hangs" in found[3]

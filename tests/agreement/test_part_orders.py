@@ -157,6 +157,7 @@ class _Played:
             self.send(("worker", worker), part, "bring", share)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_all_servers_apply_the_same_gradients_in_one_order_or_none_whenever_a_worker_dies(name):
     died = 0

@@ -189,6 +189,7 @@ def test_replicas_that_mix_with_a_few_have_the_numbers_of_plain_models_mixed_by_
         assert [(step, size) for step, size, _ in found[0][name]["told"]] == [(STEPS, 4)] and found[0][name]["told"][0][2] > 0
 
 
+@pytest.mark.long
 def test_a_replica_without_a_sample_leaves_out_the_step():
     settings = [*AGREEMENTS["diloco"], "data.batch_size=359"]  # the fifth step has one sample
     found = on_ranks(2, trained, settings, plan=plan_of(config_of(settings), 2))
@@ -445,6 +446,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_run_of_replicas_goes_on_bit_for_bit(whole):
     assert losses(whole / "parts") == losses(whole / "whole") and len(losses(whole / "whole")) == 6
     assert fingerprint(whole / "parts", ranks=2) == fingerprint(whole / "whole", ranks=2)

@@ -121,6 +121,7 @@ def test_a_synchronous_server_is_data_parallel_training(runs):
     assert_close(weights_of(runs / "synchronous"), weights)
 
 
+@pytest.mark.long
 def test_running_statistics_are_those_of_data_parallel_training(runs, tmp_path):
     plain = {"parallel": NORMALIZED}
     on_ranks(2, ran_all, tmp_path, plain, plan=plan_of(config_of(NORMALIZED), 2))

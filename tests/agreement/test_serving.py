@@ -177,6 +177,7 @@ def waiting(mesh):
     return found[0], getattr(found[1], "kind", found[1])
 
 
+@pytest.mark.long
 def test_a_peer_that_lives_may_take_longer_than_the_groups_timeout():
     assert on_ranks(2, waiting) == [(9, 10), (7, 8)]
 

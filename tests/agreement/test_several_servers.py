@@ -90,6 +90,7 @@ def several(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("servers", "name"), [(k, name) for k, found in SERVERS.items() for name in found if name not in WITHOUT_REPLAY]
 )
@@ -176,6 +177,7 @@ def failing(mesh, folder, cases):
     return texts
 
 
+@pytest.mark.long
 def test_an_error_of_a_worker_or_of_a_further_server_ends_the_run(tmp_path):
     two, ahead = ["agreement={name: server, servers: 2}"], ["agreement={name: server, servers: 2, overlap: true}"]
     whole = [*two, "optimizer={name: 'torch.optim:Adafactor', lr: 0.1, base_lr: 0.1, lr_rule: linear}"]

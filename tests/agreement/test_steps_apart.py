@@ -90,6 +90,7 @@ def runs(tmp_path_factory):
     return folder, found[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(KINDS))
 def test_the_record_has_the_loss_of_all_for_every_step(runs, name):
     folder, found = runs
@@ -226,6 +227,7 @@ def both(mesh, folder):
     )
 
 
+@pytest.mark.long
 def test_between_averages_a_step_sends_nothing_and_waits_for_nobody(tmp_path):
     found = on_ranks(2, both, tmp_path, plan=plan_of(config_of(LOCAL), 2))
     for steps, *reasons in found:

@@ -34,6 +34,7 @@ def attempts(mesh: Mesh) -> list:
     return [*told, attempt(mesh, add_up, gives_up=reason), mesh.sum_(torch.ones(1)).item()]
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_one_that_gave_up_hear_its_reason_and_all_go_on():
     fine = ([2.0, 3.0], None)
     for told in on_ranks(2, attempts):
@@ -44,6 +45,7 @@ def another_error(mesh: Mesh) -> None:
     attempt(mesh, lambda own: add_up(own, fails=1, error=KeyError), gives_up=reason)
 
 
+@pytest.mark.long
 def test_another_error_is_raised_where_it_is():
     with pytest.raises(RankFailed, match="rank 1 of 2:(.|\n)*KeyError: 'on this rank'"):
         on_ranks(2, another_error, timeout_seconds=30)

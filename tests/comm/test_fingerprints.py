@@ -57,6 +57,7 @@ def of_all(found: list) -> list[tuple[str, list[int]]]:
     return [next((one for one in of_case if one[0]), ("", [])) for of_case in zip(*found, strict=True)]
 
 
+@pytest.mark.long
 def test_of_two_ranks_both_are_named_at_first_and_then_the_one_that_changed():
     cases = [(1, 0, "operation"), (1, 1, "operation"), (0, 1, "shape"), (1, 1, "dtype"), (None, 0, "")]
     first, second, shape, dtype, nothing = of_all(on_ranks(2, several, cases))

@@ -36,6 +36,7 @@ WHOLE = {
 ENDS = [st.tuples(st.integers(0, extent), st.integers(0, extent)) for extent in SIZE]
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(spacing=st.sampled_from(sorted(WHOLE)), ends=st.tuples(*ENDS))
 def test_a_window_is_that_part_of_the_whole_volume_bit_for_bit(spacing, ends):

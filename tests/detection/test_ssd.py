@@ -160,6 +160,7 @@ def made(**options) -> nn.Module:
     return build_model(ModelConfig(name="ssd", options=options), in_channels=3, num_classes=CLASSES)
 
 
+@pytest.mark.long
 def test_weights_load_into_torchvisions_ssd300_and_give_its_maps():
     ours = made().double().eval()
     other = detection.ssd300_vgg16(weights=None, weights_backbone=None, num_classes=1 + CLASSES).double().eval()

@@ -33,6 +33,7 @@ def test_random_programs_give_one_devices_numbers(seed):
     assert programs >= PART - 1 and on_gloo >= 1 and exact >= 0.8 * programs and exact + refused == programs, text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", few(FINDINGS, FINDINGS[0], is_sweep=True))
 def test_what_was_found_before_stays_mended(part):
     status, text = told_by("--findings", *part.split())

@@ -29,6 +29,7 @@ def never():
     raise AssertionError("it was decoded again")
 
 
+@pytest.mark.long
 def test_a_file_keeps_the_block_that_it_decoded_last(kept):
     owner = OpenBlocks()
     first = last_decoded(owner, 1, block(100))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import on_gpu_too
+from marks import LONG_ON_CPU
 from ranks import on_ranks
 from safetensors.torch import save_file
 from small_recipe import ALONE, SmallRecipe
@@ -70,6 +71,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_network(weights, chann
     torch.testing.assert_close(*slopes, rtol=1e-10, atol=1e-14)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[2, 1]), Plan(shard=2)], ids=str)
 def test_steps_with_a_perceptual_loss_are_those_of_one_rank(weights, plan):

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .mutation import BYTES, damaged_bytes, damaged_json
 from .trial import Subject, outcome_of
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_300_malformed_inputs_end_in_a_clear_error_or_a_right_result():
     command = [sys.executable, "-m", "tests.malformed", "--seed", "1000000", "--count", "300"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

@@ -156,6 +156,7 @@ def test_timm_and_smp_load_what_is_in_the_cache_of_hugging_face(tmp_path, monkey
 # ---------------------------------------------------------------------------------------------- outputs
 
 
+@pytest.mark.long
 def test_a_net_with_several_outputs_gives_the_main_one_and_in_training_those_that_are_asked_for():
     image = torch.zeros(2, 3, 32, 32)
     plain = made("torchvision/fcn_resnet50")

@@ -60,6 +60,7 @@ def resized(mesh, mode, target):
     return both_ways(mesh, partial(F.interpolate, mode=mode, **target), (2, 3, 32, 18))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", few(RESIZES, next(iter(RESIZES))))
 def test_a_compiled_resize_sends_no_more_than_an_uncompiled_one(mode):
     row = 2 * 3 * 18 * 8

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 import warnings
 
+import pytest
 from fuzz.threads import installed
 from ops.sweep import Sweep, problems
 
 
+@pytest.mark.long
 def test_unusual_arguments_give_the_wholes_numbers_or_are_refused_in_words():
     """A call or two of each; `python -m engine.rules.sweep` makes more of them."""
     with installed(), warnings.catch_warnings():

@@ -440,6 +440,7 @@ PLANS = [
 FIRST = [(PLANS[0], True), (PLANS[2], False), (PLANS[6], False)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plan", "rehearsed"),
     few([(plan, rehearsed) for plan in PLANS for rehearsed in (False, True)], *FIRST, is_sweep=True),

@@ -103,6 +103,7 @@ def test_outputs_go_with_their_pass_and_a_model_with_its_last_name(name):
         assert (alive, left) == (0, []) and (count or name == "channels")
 
 
+@pytest.mark.long
 def test_small_results_that_stay_on_the_device_hold_nothing():
     """Else what was brought to the CPU's memory for them would stay there, step after step."""
     model = net(nn.AdaptiveAvgPool2d(1), nn.Sigmoid())

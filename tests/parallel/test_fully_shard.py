@@ -230,6 +230,7 @@ def streamed(mesh, widths):
     check_gradients(mesh, model, alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("widths", [[4, 6], [64, 96]], ids=["small", "whose blocks would be units"])
 def test_a_streamed_model_is_sharded_as_any(widths):
     on_ranks(2, streamed, widths, plan=sharding(3))

@@ -28,6 +28,7 @@ MASKS = {"dropout", "noise"}
 """Stages draw for themselves, as they say."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", few(["channel", "stage"], "channel"))
 def test_every_call_gives_one_devices_numbers_or_is_refused(axis):
     for problems in on_ranks(2, _problems, axis, plan=Plan(**{axis: 2}, independent=axis == "stage"), timeout_seconds=300):

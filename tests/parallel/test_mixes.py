@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 from devices import on_gpu_too
-from marks import few
+from marks import LONG_ON_CPU, few
 from monai.networks.nets import UNet
 from ranks import on_ranks
 from torch import nn
@@ -174,6 +174,7 @@ def trained_low(mesh, name: str, options: dict[str, Any]) -> Verdict:
     return trained(mesh, name, **options)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize("precision", MOST)
 @pytest.mark.parametrize(("mix", "name"), few([

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import on_gpu_too
-from marks import few
+from marks import LONG_ON_CPU, few
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -247,6 +247,7 @@ def test_more_stages_equal_one_device(stage, schedule, micro, name):
     on_ranks(stage, compare_with_one_device, name, plan=plan_of(stage, schedule, micro))
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize(
     ("name", "rows", "schedule"),
@@ -287,6 +288,7 @@ def accumulates(mesh):
     close(total_norm(model, mesh, named), nn.utils.get_total_norm([p.grad for p in alone.parameters()]))
 
 
+@LONG_ON_CPU
 @on_gpu_too
 def test_passes_add_up_and_a_copy_without_samples_adds_nothing():
     on_ranks(4, accumulates, plan=plan_of(2, replicate=2))
@@ -343,6 +345,7 @@ def _told_what_is_sent(op, init, sent, kind, tensor, *args, **kwargs):
     init(op, kind, tensor, *args, **kwargs)
 
 
+@pytest.mark.long
 def test_passes_add_up_where_a_weight_is_sent_on():
     for schedule in ("1f1b", "zero_bubble"):
         on_ranks(2, accumulates_where_a_weight_is_sent, plan=plan_of(2, schedule, 2, stages=["placed"]))
@@ -384,6 +387,7 @@ def per_micro_batch(mesh):
     same_where_here(model, alone)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize("copies", [1, 2])
 def test_statistics_per_micro_batch_are_those_of_the_micro_batch_over_copies(copies):
@@ -468,6 +472,7 @@ def resumes(mesh, wholes):
         return model(batch("batch norm", 1, 3)[0])
 
 
+@pytest.mark.long
 def test_checkpoints_hold_wholes_and_resume_in_other_stages():
     weights, momenta = on_ranks(2, keeps_its_checkpoint, plan=plan_of(2))[0]
     alone = net("batch norm")
@@ -743,6 +748,7 @@ def changes_mode(mesh):
         model(x)
 
 
+@pytest.mark.long
 def test_a_batch_norm_that_is_let_to_learn_is_refused_when_it_does():
     on_ranks(2, changes_mode, plan=plan_of(2, micro=2))
 

@@ -39,6 +39,7 @@ def asked():
     ))  # fmt: skip
 
 
+@pytest.mark.long
 def test_every_way_has_a_row_that_the_command_prints_too(asked, capsys):
     tree = asked.to_tree()
     assert [way["name"] for way in tree["ways"]] == list(WAYS)
@@ -120,6 +121,7 @@ def test_options_of_the_recipe_count_for_its_own_way():
         assert row.loss < 2.3 and row.recipe.count(":") == key.count(":"), key
 
 
+@pytest.mark.long
 def test_the_step_is_the_planners_and_the_messages_have_the_models_size(capsys):
     tree = json.loads(said(capsys, DIGITS, *FAST, "--agreement", "mean", "--cluster", "cpu:2", "--loss", "2.2", "--json"))
     alone = subject_of(PlanRequest(DIGITS, "cpu:2", FAST)).pricing.with_batch(8).estimate(RunLayout())

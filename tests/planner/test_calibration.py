@@ -317,6 +317,7 @@ def test_what_a_gpu_runs_for_attention_and_batch_norm_is_what_was_recorded():
     assert gpu_function("aten.relu.default", (image,)) is None
 
 
+@pytest.mark.long
 def test_a_plans_own_kernels_are_timed_and_kept(tmp_path):
     """Where the machines are this one, as it was measured; of others nothing is timed."""
     known = calibration(host_seconds=1e-5)
@@ -396,6 +397,7 @@ def _meetings(mesh):
     return seconds_of_meetings(compute, (0, 1, 4), group=mesh.group, rounds=10)
 
 
+@pytest.mark.long
 def test_messages_of_local_ranks_take_time():
     rows = local_messages(2, sizes=(2**10, 2**20), timeout_seconds=60)
     assert {(row.kind, row.ranks) for row in rows} == {

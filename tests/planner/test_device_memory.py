@@ -91,6 +91,7 @@ def test_no_two_blocks_overlap_and_all_that_is_freed_comes_back():
         assert packed(twice, 512)[1] <= reserved * 1.5
 
 
+@pytest.mark.long
 def test_an_emulated_steps_blocks_are_all_that_it_holds():
     """They add up to the peak that the emulation saw, but for what a CPU's kernel holds while it runs."""
     config = parse_config(

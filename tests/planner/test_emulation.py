@@ -36,6 +36,7 @@ def given_model(model: nn.Module) -> Given:
 # ---------------------------------------------------------------------------------------------- what is recorded
 
 
+@pytest.mark.long
 def test_a_step_is_a_full_batch_whatever_the_data_has():
     few, many = (record(batch=16, given=stand_in_data(IMAGE, classes=5, samples=samples)) for samples in (4, 1000))
     assert few.peak_bytes == many.peak_bytes > 3 * record(batch=4).parts["activations"] and few.samples == 16
@@ -89,6 +90,7 @@ def test_every_message_that_is_waited_for_was_sent_before():
     assert sum(m.bytes for m in step.messages if m.kind == "all_reduce" and not m.control) >= weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan", [[], ["mesh.replicate=2"], ["mesh.space=[2,1]"], ["mesh.shard=2", "sharding.zero=3"], ["mesh.channel=2"]]
 )
@@ -108,6 +110,7 @@ def test_an_image_twice_as_high_takes_twice_the_activations():
     assert 1.9 < two / one <= 2.0
 
 
+@pytest.mark.long
 def test_ranks_of_tiles_hold_what_their_tiles_have():
     wide = {"on_cpu": False, "batch": 1, "image": (3, 256, 64)}
     whole = record(**wide)
@@ -116,6 +119,7 @@ def test_ranks_of_tiles_hold_what_their_tiles_have():
     assert written[1] < 0.75 * written[0] and abs(written[1] - written[2]) < 0.1 * written[1]
 
 
+@pytest.mark.long
 def test_ranks_compare_generators_before_a_draw_on_tiles():
     def sent(layer: nn.Module) -> list:
         net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
@@ -137,6 +141,7 @@ def test_copies_of_a_model_that_draws_share_its_batch():
     assert drawn(nn.Dropout(0.5)) == [(4, 4, 30, 30)] and drawn(nn.Identity()) == []
 
 
+@pytest.mark.long
 def test_an_uneven_batch_gives_ranks_their_own_samples():
     sizes = [record(ranks=2, rank=rank, batch=5, on_cpu=False).parts["inputs"] for rank in (0, 1)]
     assert sizes[0] > sizes[1]

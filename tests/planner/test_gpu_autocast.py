@@ -55,6 +55,7 @@ def test_a_function_gives_the_dtype_of_a_gpu(function, on_cpu, on_gpu):
         assert x.exp().dtype == torch.bfloat16, "only where autocast is on"
 
 
+@pytest.mark.long
 def test_an_emulated_step_of_a_gpu_has_more_in_float32():
     net = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2, mode="bilinear"), nn.AvgPool2d(2),

@@ -41,6 +41,7 @@ def errors_of(name: str, cluster: Cluster = H200) -> tuple[float, float, float]:
     return kernels / measured["kernel seconds"] - 1, step / measured["seconds"] - 1, allocated - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["vgg", "unet 3-D"])
 def test_kernels_of_a_gpu_take_what_is_planned(name):
     """Images with their channels last, and volumes with theirs first."""
@@ -65,6 +66,7 @@ def with_own_kernels(tmp_path):
     return cluster_of("1xH200", calibration=calibration)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["vgg", "unet 3-D"])
 def test_a_step_whose_own_kernels_were_timed_takes_what_is_planned(with_own_kernels, name):
     kernels, step, _ = errors_of(name, with_own_kernels)

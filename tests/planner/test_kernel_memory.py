@@ -113,6 +113,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_transient_bytes_are_what_the_allocator_saw(threads):
     found = kernels_of(convolutions()) + kernels_of(others()) + kernels_of_optimizers()
     assert len(found) > 500

@@ -47,12 +47,14 @@ def test_a_recipe_is_planned_and_json_and_function_say_the_same(tmp_path, capsys
         assert all(one[key] == other[key] for key in ("peak_memory_bytes", "seconds", "message_bytes", "plan", "overrides"))
 
 
+@pytest.mark.long
 def test_the_table_has_the_choice_and_its_reasons(capsys):
     text = said(capsys, DIGITS, *FAST, "--cluster", "cpu:2", "--seconds", "3", "--top", "2")
     assert "2 devices with" in text and "plan: " in text and "scaling: " in text
     assert text.index("ms/step") < text.index("plan: ")
 
 
+@pytest.mark.long
 def test_a_models_name_and_an_image_stand_in_for_a_recipe(capsys):
     words = ["unet", "model.options={widths: [4, 8]}", "--image", "1x32x40", "--batch", "2", "--cluster", "2xRTX4090"]
     tree = json.loads(said(capsys, *words, "--seconds", "3", "--json"))
@@ -154,6 +156,7 @@ def test_a_run_with_mesh_auto_prints_its_choice_keeps_it_and_goes_on_with_it(tmp
     assert "Predicted and measured" in page and "a step, without waiting for data" in page
 
 
+@pytest.mark.long
 def test_a_run_is_planned_anew_on_other_machines_and_for_another_recipe(tmp_path, monkeypatch):
     config, heard = read_config(DIGITS, [*FAST, "mesh.auto=true"]), []
     monkeypatch.setattr(automatic, "SECONDS", 1.0)

@@ -54,6 +54,7 @@ class Reader(HTMLParser):
             self.wrong.append(tag)
 
 
+@pytest.mark.long
 def test_the_page_is_whole_and_loads_nothing(tree, tmp_path):
     path = write_plan(tmp_path / "out", tree)
     text = path.read_text()

@@ -91,6 +91,7 @@ def check_answers(kind: str, alone: tuple[Predicted, Path], each: list[Predicted
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-3)  # rounded to float16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", ["shard", "channel", "stage"])
 def test_ranks_that_share_a_model_answer_as_one_does(axis, kind, trained, images, one_rank, tmp_path):
     found = on_ranks(2, on_mesh, trained, images, tmp_path, ["mesh.replicate=1", f"mesh.{axis}=2"], WISHES[kind])
@@ -114,6 +115,7 @@ def share_of_weights(mesh, run: Path, overrides: list[str]) -> float:
         return sum(p.numel() for p in own) / whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["digits"], indirect=True, scope="module")
 @pytest.mark.parametrize("axis", ["shard", "channel", "stage"])
 def test_each_rank_keeps_its_part_of_the_weights(axis, trained):

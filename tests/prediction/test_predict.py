@@ -77,6 +77,7 @@ def one_rank(trained, scans, tmp_path_factory) -> Path:
     return output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides", [["mesh.replicate=2"], ["mesh.replicate=1", "mesh.space=[2,1]"], ["mesh.replicate=1", "mesh.space=[1,2]"]]
 )

@@ -82,6 +82,7 @@ def blended_alone(run, scene, tmp_path_factory) -> Predicted:
         return predicted(run, scene, tmp_path_factory.mktemp("blended") / "out", sliding=(32,), compare=True, outlines=True)
 
 
+@pytest.mark.long
 def test_the_answer_says_how_far_blended_labels_are_from_exact_ones(blended_alone, whole):
     labels, (answer,) = labels_in(blended_alone), blended_alone.answers
     others = int((labels != whole).sum())
@@ -114,6 +115,7 @@ def _on_ranks(mesh, run: Path, scene: Path, output: Path, overrides: list[str]) 
         return predict_files(run, [scene], overrides, mesh.world, output=output, wishes=wishes, weights=drawn)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "overrides"), [(2, ["mesh.space=[2,1]"]), (3, ["mesh.space=[1,3]"])])
 def test_ranks_blend_as_one_does(run, scene, blended_alone, tmp_path, ranks, overrides):
     for found in on_ranks(ranks, _on_ranks, run, scene, tmp_path / "out", overrides):

@@ -60,6 +60,7 @@ def answered(run: Path, image: Tensor) -> Tensor:
         return parts.model.eval()(scaled)[0].argmax(0)
 
 
+@pytest.mark.long
 def test_files_of_volumes_get_files_of_labels(run, files, tmp_path, capsys):
     assert main(["predict", str(run), str(files), "--output", str(tmp_path / "out"), "--top", "3"]) == 0
     for number in range(3):

@@ -39,6 +39,7 @@ def _on_ranks(mesh, run: Path, scenes: list[Path], output: Path, overrides: list
         return predict_files(run, scenes, overrides, mesh.world, output=output, weights=str(run / "drawn.safetensors"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -57,6 +58,7 @@ def test_ranks_write_the_labels_of_one(run, scene, whole, tmp_path, ranks, overr
     assert not list((tmp_path / "out" / ".predictions" / "wide").glob("*"))
 
 
+@pytest.mark.long
 def test_a_command_that_was_stopped_goes_on_where_it_was(run, scene, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 4)
@@ -92,6 +94,7 @@ def test_what_was_written_for_something_else_is_thrown_away(run, scene, whole, t
     assert written == [20 if change == "the tiles" else 9]
 
 
+@pytest.mark.long
 def test_done_is_done(run, scene, tmp_path, monkeypatch):
     first = predicted(run, scene, tmp_path / "out")
     written = stop_after(monkeypatch, 0)

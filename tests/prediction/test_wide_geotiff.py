@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("always_wide")
 rasterio = pytest.importorskip("rasterio")
 
 
+@pytest.mark.long
 def test_labels_lie_where_the_scene_lies(run, scene, whole, tmp_path):
     path = as_geotiff(np.load(scene), tmp_path / "scene.tif")
     found = predicted(run, path, tmp_path / "out")

@@ -60,6 +60,7 @@ def test_probabilities_are_those_of_the_whole(run, geotiff, wholes, tmp_path):
     assert (by_window.max(0) > by_window.min(0) + 0.01).mean() > 0.5, "too easy"
 
 
+@pytest.mark.long
 def test_mirror_images_change_something(run, geotiff, tmp_path):
     predicted(run, geotiff, tmp_path / "a", probabilities="npy")
     predicted(run, geotiff, tmp_path / "b", probabilities="npy", flips=True)
@@ -74,6 +75,7 @@ def test_probabilities_lie_where_the_scene_lies(run, geotiff, tmp_path):
         assert file.tags()["CLASSES"].startswith('["background", "0"') and file.interleaving.name == "band"
 
 
+@pytest.mark.long
 def test_probabilities_of_16_bits_are_steps(run, geotiff, tmp_path):
     predicted(run, geotiff, tmp_path / "float", probabilities="npy")
     predicted(run, geotiff, tmp_path / "steps", probabilities="png")
@@ -243,6 +245,7 @@ def _heard_on_ranks(mesh, run: Path, scene: Path, output: Path) -> int:
     return count[0]
 
 
+@pytest.mark.long
 def test_ranks_hear_from_each_other_while_the_first_writes_files(run, geotiff, tmp_path):
     """A message that takes longer than minutes is an error, and a large file may take longer."""
     assert min(on_ranks(2, _heard_on_ranks, run, geotiff, tmp_path)) > 5

@@ -297,6 +297,7 @@ def test_a_record_whose_fallbacks_are_odd_is_refused(tmp_path):
             write_report(folder)
 
 
+@pytest.mark.long
 def test_equal_folders_give_equal_bytes(tmp_path):
     first = folder_of(tmp_path / "a", FULL)
     shutil.copytree(first, tmp_path / "b")

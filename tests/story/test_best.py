@@ -42,6 +42,7 @@ def about_best(folder: Path) -> dict[str, str]:
         return file.metadata()
 
 
+@pytest.mark.long
 def test_the_best_weights_are_those_of_the_best_evaluation(trained):
     evaluations = record(trained, "evaluation")
     values = [line["metrics"]["top1"] for line in evaluations]
@@ -90,6 +91,7 @@ def test_files_of_a_run_have_the_modes_of_the_umask(trained, tmp_path):
 STUCK = ["evaluate.patience=2", "optimizer.lr=1e-9", "ema=null"]  # the metric does not move
 
 
+@pytest.mark.long
 def test_a_run_without_a_better_evaluation_ends_early_and_complete(tmp_path):
     outcome = go(tmp_path / "run", *STUCK)
     assert (outcome.reason, outcome.status, outcome.step) == ("complete", 0, 6)  # evaluations at 2, 4 and 6

@@ -82,6 +82,7 @@ def test_a_rank_that_is_killed_in_a_discriminators_turn_is_replaced_and_nothing_
     assert fingerprint(tmp_path / "killed", ranks=2) == fingerprint(tmp_path / "whole", ranks=2)
 
 
+@pytest.mark.long
 def test_the_evaluation_can_be_had_again(trained):
     check_evaluated_again(trained)
 
@@ -118,6 +119,7 @@ def test_predictions_of_images_are_refused_and_so_are_samples_of_other_runs(trai
         sample_images(tmp_path / "other", [], World(), number=2)
 
 
+@pytest.mark.long
 def test_an_export_takes_noise(trained, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     path = export(trained, "onnx", output=tmp_path / "net.onnx")

@@ -38,6 +38,7 @@ def test_the_evaluation_can_be_had_again_and_no_image_is_called_a_mistake(traine
     assert "std of embeddings" in told["sentence"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path):
     RECIPE.check_resume(trained, tmp_path / "cut", after=2)
 

@@ -206,6 +206,7 @@ def go(mesh, folder: Path, settings: list[str], seen: Path, start: str) -> list[
 RANKS = [(before, after) for before in (1, 2, 3, 4) for after in (1, 2, 3, 4) if before != after]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), few(RANKS, (2, 3), is_sweep=True))
 def test_dropout_goes_on_on_other_ranks_as_if_nothing_had_changed(before, after, tmp_path):
     """Every rank draws for the whole batch, so the states of one are those of all."""

@@ -115,6 +115,7 @@ def bombs(trace: Path) -> dict[str, bytes]:
 WEIGHTS = ("weights.safetensors", "best.safetensors")
 
 
+@pytest.mark.long
 def test_a_list_of_tensors_in_a_pickle_is_refused(run, trace, capsys):
     place, bomb = newest(run), bombs(trace)["pickle"]
     goes_off(trace, lambda: pickle.loads(bomb))
@@ -348,6 +349,7 @@ def test_plans_overrides_and_reasons_are_texts(run, trace, capsys):
 # ---------------------------------------------------------------------------------------------- the user's own
 
 
+@pytest.mark.long
 def test_a_users_own_code_is_trained_resumed_evaluated_and_asked(tmp_path, monkeypatch, capsys):
     (tmp_path / "mynets.py").write_text(MYNETS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -386,6 +388,7 @@ def test_weights_that_training_started_from_are_not_asked_for_again(run, capsys)
 # ---------------------------------------------------------------------------------------------- paths and pictures
 
 
+@pytest.mark.long
 def test_pictures_outside_of_the_folder_are_not_in_the_report(run, capsys):
     secret = run.parent / "secret.png"
     Image.effect_noise((16, 16), 80).save(secret)

@@ -111,6 +111,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 FIRST = ("one", "zero3"), ("channel", "stage")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("writer", "reader"),
     few(PAIRS, *FIRST, then=[PAIRS[-4], PAIRS[-2]], is_sweep=True),

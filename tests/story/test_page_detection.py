@@ -70,6 +70,7 @@ def test_the_worst_pages_are_shown_with_their_boxes(trained):
     assert "page/evaluate/0" in (trained / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_one_that_was_not_stopped(trained, tmp_path):
     RECIPE.check_resume(trained, tmp_path / "cut", after=2)
 

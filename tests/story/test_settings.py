@@ -62,6 +62,7 @@ SETTINGS = {
 FIRST = ("ema", "lamb")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(SETTINGS, *FIRST, then=["float16", "accumulate", "clip"], is_sweep=True))
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     settings = SETTINGS[name]
@@ -191,6 +192,7 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_exports_answer_as_the_model_does(trained, tmp_path):
     image = torch.randn(3, 1, 8, 8)
     tensors = safetensors.torch.load_file(inference.export(trained, "safetensors", output=tmp_path / "a.safetensors"))

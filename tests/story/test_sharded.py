@@ -134,6 +134,7 @@ def test_low_precision_gives_what_whole_copies_give(tmp_path, precision):
     assert losses(parts) == pytest.approx(losses(copies), rel=2**-8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "layout"), few([("lars", "ZeRO-1"), ("lamb", "ZeRO-3")], ("lamb", "ZeRO-3")))
 def test_steps_by_norms_of_whole_weights_are_one_ranks(tmp_path, name, layout):
     pytest.importorskip("timm")

@@ -136,6 +136,7 @@ def calling(mesh, folder: Path) -> None:
     wf.train("digits", *CALLED, "mesh.replicate=2", run=folder, callbacks=[Notes(fails=3)])
 
 
+@pytest.mark.long
 def test_an_exception_in_a_callback_ends_all_ranks_in_words(tmp_path):
     with pytest.raises(
         CallbackError, match=r"the callback Notes.on_step failed at step 3: KeyError: 'no such thing'"

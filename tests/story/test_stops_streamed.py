@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from command import RECIPES, fingerprint, losses
 
@@ -26,6 +27,7 @@ PAGES = ["data.options.size=[70, 59]", "data.options.pages=[3, 3]", "data.batch_
          "evaluate.every=9ep", "log.tensorboard=false", "stream.tiles=[2, 3]"]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_streamed_step_is_given_up_between_tiles(tmp_path, monkeypatch):
     def train_to(folder: Path) -> tuple:
         outcome = train(read_config(STREAMED, PAGES), folder, World())
@@ -40,6 +42,7 @@ def test_a_streamed_step_is_given_up_between_tiles(tmp_path, monkeypatch):
     assert fingerprint(tmp_path / "cut", ranks=1) == fingerprint(tmp_path / "whole", ranks=1)
 
 
+@pytest.mark.long
 def test_a_long_streamed_step_says_its_tile(tmp_path, monkeypatch, capfd):
     real = Runner.steps
 

@@ -88,6 +88,7 @@ def test_the_recipe_is_that_of_whole_pages_but_for_tiles():
     assert {key for key in cut if cut[key] != streamed[key]} == {"stream", "mesh"}
 
 
+@pytest.mark.long
 def test_a_streamed_run_trains_and_counts_as_one_of_whole_images(streamed, whole):
     assert_same(streamed, whole)
 
@@ -111,6 +112,7 @@ def test_tiles_that_fit_a_budget_are_chosen_and_told(tmp_path, whole):
     assert int(rows) * int(columns) > 1 and 1 < float(mib) <= 4.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", few(["host", "file"], "host", is_sweep=True))
 def test_what_is_kept_may_lie_elsewhere(tmp_path, whole, keep):
     assert_same(trained(tmp_path / "run", *TILES, f"stream.keep={keep}", *OFTEN), whole)
@@ -166,6 +168,7 @@ def test_each_rank_streams_what_it_holds(tmp_path, whole, name):
     assert_same(trained(tmp_path / "run", *TILES, *LAYOUTS[name], *OFTEN, ranks=4 if " of " in name else 2), whole)
 
 
+@pytest.mark.long
 def test_copies_with_statistics_of_their_own_are_streamed(tmp_path):
     settings = ["batch_norm=averaged", "mesh.replicate=2", "schedule.length=4step"]
     copies = trained(tmp_path / "whole", *WHOLE, *settings, ranks=2)

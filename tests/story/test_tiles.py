@@ -55,6 +55,7 @@ def cut(tmp_path_factory) -> Path:
                    "checkpoint.keep_last=100", ranks=2)  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_pages_tell_classes_apart(whole):
     """Else equal counts would say little."""
     counts = json.loads((whole / "evaluation.json").read_text())["confusion"]

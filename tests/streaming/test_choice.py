@@ -105,6 +105,7 @@ def test_a_chosen_program_gives_the_whole_run():
 # ---------------------------------------------------------------------------------------------- what is kept
 
 
+@pytest.mark.long
 def test_a_deep_encoder_is_cut_into_segments():
     """In evaluation ResNet-50 has no sums until its end; its halos of 480 px are as large as the tiles."""
     graph = graph_of(resnet50().eval(), 1, 3, 4096, 4096)
@@ -167,6 +168,7 @@ def stack_and_loss() -> nn.Module:
     return Loss(stack(8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make", few([unet, unet_with_norms, stack_and_loss, Residual], stack_and_loss, then=[unet_with_norms], is_sweep=True)
 )
@@ -202,6 +204,7 @@ def test_chosen_are_the_fastest_of_the_coarsest_tiles_that_fit_and_those_up_to_t
     assert chosen(graph, None, budget * MIB, "device").tiles == min(fine, key=fine.__getitem__)
 
 
+@pytest.mark.long
 def test_tiles_are_as_few_as_fit():
     graph = graph_of(Loss(stack()), 1, 3, 1024, 1024)
     tiles = [chosen(graph, None, budget * MIB, "device").tiles[0] for budget in (16, 32, 64, 128, 1024)]

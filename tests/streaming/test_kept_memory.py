@@ -35,6 +35,7 @@ print(kept, first, faults() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("told", "keeps"),
     [

@@ -102,6 +102,7 @@ def late(tile, lane, device, order):
     return there, Travelling(tile.clone(), there)
 
 
+@pytest.mark.long
 @given(uses())
 @settings(max_examples=150)
 def test_a_tile_on_its_way_is_waited_for_before_anything_else_happens(use):
@@ -223,6 +224,7 @@ print(peak_kb() - before)
 """
 
 
+@pytest.mark.long
 @needs_proc
 @pytest.mark.parametrize(("place", "least_mb", "most_mb"), few([("host", 56, 90), ("file", 0, 32)], ("file", 0, 32)))
 def test_a_file_of_64_mb_makes_the_process_hold_less_than_half_of_it(place, least_mb, most_mb):

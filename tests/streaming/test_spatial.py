@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from devices import on_gpu_too
-from marks import few
+from marks import LONG_ON_CPU, few
 from ranks import on_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -123,6 +123,7 @@ def test_under_ddp_and_fsdp2_gradients_are_the_whole_batch_s(wrap):
     check(on_ranks(2, over_data, "widefield/unet group", wrap, plan=Plan(replicate=2), timeout_seconds=300)[0])
 
 
+@LONG_ON_CPU
 @on_gpu_too
 def test_batch_statistics_are_those_of_all_copies():
     check(on_ranks(2, over_data, "widefield/unet batch", "parallelize", plan=Plan(replicate=2), timeout_seconds=300)[0])

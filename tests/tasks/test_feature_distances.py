@@ -72,6 +72,7 @@ def test_images_may_come_in_any_order_and_on_any_rank_and_some_may_be_missing(ki
     assert all(value.isnan() for value in alone.columns().values())
 
 
+@pytest.mark.long
 def test_features_are_of_a_layer_whose_pixels_are_averaged_after_a_resize(tmp_path):
     torch.manual_seed(3)
     plain = squeezenet1_1(weights=None)
@@ -105,6 +106,7 @@ def scores(found: Evaluation) -> list[float]:
 RECIPE = SmallRecipe("scene_gan", SMALL, scores)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[2, 1]), Plan(shard=2)], ids=str)
 def test_the_distances_of_a_trained_pair_are_those_of_one_rank(plan):
     """Five images on two copies are 3 and 2."""

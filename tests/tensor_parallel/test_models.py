@@ -12,7 +12,7 @@ import timm
 import torch
 import torchvision
 from devices import on_gpu_too
-from marks import few
+from marks import LONG_ON_CPU, few
 from ranks import on_ranks
 from torch import nn
 
@@ -81,6 +81,7 @@ def one_step(mesh, name):
         return compare_training(model, shape, mesh, steps=1)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize(
     ("size", "name"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -214,6 +215,7 @@ def writes(name: str, mesh: Any) -> str | None:
     return wrong
 
 
+@pytest.mark.long
 def test_writes_are_seen_by_whoever_looks_next():
     assert on_ranks(2, problems, writes, sorted(WRITES), plan=TWO) == [[], []]
 

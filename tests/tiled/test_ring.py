@@ -18,6 +18,7 @@ from widefield.tiled.api import _Tile, whole
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 12, 4
 
 
+@pytest.mark.long
 def test_no_rank_ever_gets_more_keys_than_a_tile():
     """Forward: a tile of keys and one of values in each of 2 turns; backward: the same again, and as much sent home."""
     tile_bytes = BATCH * HEADS * TOKENS // 3 * WIDTH * 8

@@ -216,6 +216,7 @@ def alone(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(LAYOUTS, "stages", "channels"))
 def test_images_that_one_rank_cannot_read_are_left_out_on_all_as_on_one_rank(alone, tmp_path, name):
     size, mesh = LAYOUTS[name]

@@ -66,6 +66,7 @@ def found(mesh: Mesh, *settings: str, measure=made_up, most: float = MOST) -> tu
 # ---------------------------------------------------------------------------------------------- which batch it is
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "first", "batch"),
     [
@@ -89,6 +90,7 @@ def found_with(mesh: Mesh, settings: list[str]) -> tuple[int, list[str]]:
 FEWER = few([("copies", 32), ("tiles", 32), ("zero3", 32), ("stage", 16)], ("copies", 32), is_sweep=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "batch"), FEWER)
 def test_the_rank_that_needs_most_decides_for_all(name, batch):
     """Of rank 1: 1000 + 200 x 16 images, or tiles of 32, of 5000."""
@@ -109,6 +111,7 @@ def test_the_reason_says_why_it_is_not_larger():
     )
 
 
+@pytest.mark.long
 def test_a_peak_above_what_the_line_says_ends_the_search_too():
     def bent(parts, mesh, batch, is_asked_to_stop):
         return MemoryPeak(100 if batch < 16 else 6000, 50)
@@ -137,6 +140,7 @@ def out_of_memory_from(most: int):
     return measure
 
 
+@pytest.mark.long
 def test_out_of_memory_ends_the_search_at_the_batch_before():
     batch, reasons = found(one_rank(), measure=out_of_memory_from(16))
     assert batch == 8
@@ -148,6 +152,7 @@ def test_out_of_memory_at_the_smallest_batch_is_refused():
         found(one_rank(), measure=out_of_memory_from(1))
 
 
+@pytest.mark.long
 def test_a_batch_of_one_pixel_per_channel_is_passed_over():
     def measure(parts, mesh, batch, is_asked_to_stop):
         if batch == 1:
@@ -208,6 +213,7 @@ def test_one_rank_without_memory_ends_the_search_of_all_and_the_run_goes_on(name
         assert batch == 4 and f"with 8 images: rank {full}: out of memory" in reasons[0] and met == ranks
 
 
+@pytest.mark.long
 def test_one_rank_without_memory_at_the_smallest_batch_is_refused_on_all():
     for (text, _), met in on_ranks(2, full_on_one, PLANS["copies"], 2, 1, plan=Plan(replicate=2)):
         assert "the smallest batch cannot be trained on, with 2 images: rank 1: out of memory" in text and met == 2
@@ -241,6 +247,7 @@ def up_to_16(parts, mesh, batch, is_asked_to_stop):
     return MemoryPeak(2**60, 0) if batch > 16 else found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(PLANS, "copies", is_sweep=True))
 def test_every_plan_trains_on_as_if_the_batch_had_been_given(name):
     ranks = RANKS.get(name, 2)
@@ -277,6 +284,7 @@ def record_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_is_that_of_the_number_and_goes_on_with_it(tmp_path, begun, capsys):
     """Bit for bit, with dropout, augmentation and a learning rate of the batch; then three more steps."""
     wf.train(DIGITS, *SETTINGS, "data.batch_size=16", run=tmp_path / "given")
@@ -325,6 +333,7 @@ def test_a_run_whose_config_has_lost_its_batch_says_so(tmp_path, begun):
         wf.train(DIGITS, *SETTINGS, run=folder)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_batch_that_it_found_on_another_number_of_ranks(tmp_path, begun):
     folder = copied(begun, tmp_path / "run")
     for step, batch in on_ranks(2, goes_on, str(folder)):
@@ -345,6 +354,7 @@ def test_a_search_that_is_asked_to_stop_says_that_nothing_was_trained():
 # ---------------------------------------------------------------------------------------------- memory, as measured
 
 
+@pytest.mark.long
 def test_the_measured_peak_grows_with_the_batch():
     """512 images of 8 x 8 px and 64 channels are 8 MiB for each operation that keeps them, of which there are more than 4."""
     parts = parts_of(one_rank(), "precision=float32", "model.options={widths: [64], blocks: 1}")

@@ -180,6 +180,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkey
 # ---------------------------------------------------------------------------------------------- changed bits
 
 
+@pytest.mark.long
 def test_every_flipped_bit_is_found_and_its_file_named(two_saved):
     newest = two_saved / "step_00000002"
     flips = [*every_bit_of(newest / "manifest.sha256"), *random_flips(newest, 200)]
@@ -359,6 +360,7 @@ def test_a_checkpoint_of_another_model_is_refused(two_saved, shapes):
 # ---------------------------------------------------------------------------------------------- killed runs
 
 
+@pytest.mark.long
 def test_kill_minus_nine_at_any_moment_leaves_a_sound_checkpoint(tmp_path):
     began = time.monotonic()
     kills = kill_saves(tmp_path, 20)

@@ -91,6 +91,7 @@ def test_channels_on_two_ranks_learn_as_one_rank(settings):
 # ---------------------------------------------------------------------------------------------- frozen parts, bad images
 
 
+@pytest.mark.long
 def test_a_frozen_backbone_learns_on_tiles_as_on_one_rank():
     settings = ["model.freeze=[backbone.body]"]
     wanted = RECIPE.alone(3, *settings)

@@ -62,6 +62,7 @@ def assert_equal(found: dict[str, list[float]], wanted: dict[str, list[float]]) 
 # ---------------------------------------------------------------------------------------------- plans
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize(
     "plan",
@@ -243,6 +244,7 @@ def predicted(mesh: Mesh, run: str) -> list[list[list[float]]]:
     return [ask([ask.transformed(image[:1].to(torch.uint8))], ["x"])[0].boxes for image in images]
 
 
+@pytest.mark.long
 def test_a_run_is_evaluated_again_and_predicts_the_same_on_ranks(tmp_path):
     run = RECIPE.trained(tmp_path / "run", *FASTER_RCNN, "schedule={length: 4step, warmup: 1step}", "mesh.space=[]",
                          "log.tensorboard=false", "task.options.score=0.002")  # fmt: skip

@@ -116,6 +116,7 @@ def test_accumulation_gives_the_same_where_batch_norms_are_frozen():
     check_equal(under("accumulation", "adamw"), on_one_device("adamw", "model.frozen_batch_norm=true"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("writer", "reader"), few([("copies", "zero3"), ("zero2", "one")], ("zero2", "one")))
 def test_a_run_that_goes_on_after_an_unfreezing_is_the_one_that_never_stopped(tmp_path, writer, reader):
     under(writer, "lamb", None, tmp_path)

@@ -106,6 +106,7 @@ def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     assert RECIPE.alone(20, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(20), rel=1e-8)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize(
     "plan",
@@ -250,6 +251,7 @@ def refusal_of_stages(mesh: Mesh) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", [[1, 1], [2, 1]], ids=str)
 def test_a_step_of_turns_is_emulated_without_data(space):
     """As the planner does it: both networks, on images of zeros."""

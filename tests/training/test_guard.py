@@ -120,6 +120,7 @@ FIRST = [(name, action) for name in ("one", "replicate", "stream") for action in
 IN_TURN = [(name, ACTIONS[n % 2]) for n, name in enumerate(PLANS) if (name, ACTIONS[n % 2]) not in FIRST]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "action"),
     few([(name, action) for name in PLANS for action in ACTIONS], *FIRST, then=IN_TURN, is_sweep=True),
@@ -153,6 +154,7 @@ def test_a_gradient_that_is_no_number_is_seen_though_the_loss_is_finite(tmp_path
     assert_equal(tmp_path / "run", one_rank("accumulate" if name == "accumulate" else "one"))
 
 
+@pytest.mark.long
 def test_spikes_are_skipped_by_their_score_on_one_rank_and_on_two(tmp_path, one_rank):
     settings = ["guard.spike=skip", "guard.window=8"]
     for name in ("one", "replicate"):

@@ -79,6 +79,7 @@ def short_found(mesh: Mesh, settings: list[str]) -> tuple[list[float], list[floa
     return found(mesh, settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(PLANS, "stage"))
 def test_every_plan_finds_the_rate_of_one_device_and_trains_on_as_it_does(name):
     settings = [*PLAIN, *PLANS[name]]

@@ -209,6 +209,7 @@ def compare(measured: dict[str, Found], passes: int = 1) -> None:
             )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_step_of_one_rank_follows_the_formula(passes):
     compare(found(Mesh(Plan(), World(), CPU), passes), passes)
@@ -219,6 +220,7 @@ def test_a_stream_follows_the_formula():
     compare(found(Mesh(Plan(stream=StreamConfig(tiles=[2, 2])), World(), CPU)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [

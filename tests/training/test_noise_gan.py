@@ -101,10 +101,12 @@ def by_hand(steps: int, *settings: str) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_turns_are_a_loop_by_hand():
     assert RECIPE.alone(5)[:15] == pytest.approx(by_hand(5), rel=1e-10)
 
 
+@pytest.mark.long
 def test_lengths_of_paths_are_a_loop_by_hand():
     assert RECIPE.alone(5, *PATHS)[:15] == pytest.approx(by_hand(5, *PATHS), rel=1e-9)
 
@@ -135,6 +137,7 @@ def alone(work) -> list:
     return work(Mesh(ALONE, World(), here()))
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize(
     "plan",
@@ -227,6 +230,7 @@ def test_a_generator_of_another_size_says_so():
         RECIPE.alone(1, "model.options.generator_options={width: 4, strides: 3}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", [[1, 1], [2, 1]], ids=str)
 def test_a_step_is_emulated_without_data(space):
     given = stand_in_data((1, 16, 16), classes=10, samples=6)

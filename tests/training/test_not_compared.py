@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from command import DIGITS, record
 from ranks import on_ranks
@@ -15,6 +16,7 @@ from widefield.config import read_config
 from widefield.run import train
 
 
+@pytest.mark.long
 def test_a_run_whose_first_steps_are_not_compared_says_so_once_at_its_beginning(tmp_path):
     """torch below 2.14 has no hooks."""
     assert on_ranks(2, trained, tmp_path / "run") == ["complete"] * 2

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 import widefield as wf
 
 SHORT = ["schedule.warmup=0step", "evaluate.every=1000step", "log.tensorboard=false", "data.workers=0", "data.batch_size=8"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_takes_the_statistics_that_its_recipe_now_asks_for(tmp_path):
     def trained(steps: int, intensity: str) -> dict:
         wf.train("digits", *SHORT, f"schedule.length={steps}step", f"data.intensity={intensity}", run=tmp_path / "run")

@@ -95,6 +95,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_a_folder_is_one_processs_until_it_ends_however_it_ends(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         try:
@@ -147,6 +148,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_a_child_that_outlives_its_parent_does_not_keep_the_folder(tmp_path):
     """A loader's worker, say, after kill -9 of the run: it was forked with the open file."""
     command = [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)]

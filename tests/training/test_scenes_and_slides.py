@@ -96,6 +96,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "plan"), PAIRS)
 def test_losses_of_20_steps_are_those_of_one_rank(whole, kind, plan, tmp_path):
     folder = whole(kind)
@@ -146,6 +147,7 @@ def test_a_cover_is_told(whole):
     assert told in "\n".join(record(whole("patches that cover"), "start")[0]["reasons"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["patches that cover", pytest.param("random patches", marks=pytest.mark.long)])
 def test_a_run_that_was_stopped_within_an_epoch_goes_on_as_if_it_had_not_been(kind, tmp_path):
     """20 steps at once, and 7 and then 13: an epoch of patches has more than 2 steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import on_gpu_too
-from marks import SWEEP_ON_CPU
+from marks import LONG_ON_CPU, SWEEP_ON_CPU
 from ranks import on_ranks
 from small_recipe import ALONE, SmallRecipe
 from torch import Tensor
@@ -79,6 +79,7 @@ def test_steps_are_a_loop_by_hand_with_the_authors_formula():
 # ---------------------------------------------------------------------------------------------- plans
 
 
+@LONG_ON_CPU
 @on_gpu_too
 @pytest.mark.parametrize(
     "plan",
@@ -114,6 +115,7 @@ def both(mesh: Mesh) -> tuple[list[float], list[float]]:
     return RECIPE.numbers(mesh, 6), RECIPE.numbers(mesh, 3, *UNEVEN)
 
 
+@LONG_ON_CPU
 @on_gpu_too
 def test_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
     assert RECIPE.alone(6, plan=Plan(stream=StreamConfig(tiles=[2, 2]))) == pytest.approx(RECIPE.alone(6), rel=1e-8)

@@ -130,6 +130,7 @@ def test_trust_is_earned_by_looking():
     assert trust.compare() is None and trust.is_earned
 
 
+@pytest.mark.long
 def test_buffers_are_never_thought_steady(tmp_path):
     """Running statistics change in every forward, and a run says of its tensors when they change."""
     seen = []

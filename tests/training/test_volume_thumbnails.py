@@ -160,6 +160,7 @@ def test_a_run_leaves_the_views_of_its_first_volumes(whole):
         assert np.array_equal(np.asarray(Image.open(whole / one["views"][0]["image"])), image[0, 4].numpy())
 
 
+@pytest.mark.long
 def test_ranks_that_share_volumes_leave_the_same_files(whole, tmp_path):
     folder, settings = tmp_path / "run", ["mesh.space=[2,2,1]"]
     assert on_ranks(4, go, folder, settings) == ["complete"] * 4

@@ -75,6 +75,7 @@ def test_few_models_refuse():
     assert sum(model.refuses is not None for model in MODELS.values()) <= AT_MOST_REFUSED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(BY_TWO + VOLUMES_BY_TWO, "widefield/unet batch", is_sweep=True))
 def test_tiles_two_by_two_are_exact(name):
     check(name, 2, 2)
