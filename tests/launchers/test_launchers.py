@@ -147,7 +147,7 @@ def test_mpi_jobs_without_a_name_meet_by_their_parent():
     ],
 )
 def test_ranks_are_as_many_as_the_mesh_asks_or_else_as_gpus_have_room_for(asked, gpus, each, ranks, reason, monkeypatch):
-    monkeypatch.setattr(local, "_cores", lambda: 4)
+    monkeypatch.setattr(local, "usable_cores", lambda: 4)
     assert local.local_ranks(asked, gpus, each) == (ranks, reason)
 
 
@@ -171,7 +171,7 @@ def test_more_ranks_than_gpus_names_the_axis_to_change():
 
 
 def test_far_more_ranks_than_cores_are_refused_and_more_are_warned_of(monkeypatch):
-    monkeypatch.setattr(local, "_cores", lambda: 2)
+    monkeypatch.setattr(local, "usable_cores", lambda: 2)
     assert local.local_ranks(16, 0) == (
         16, "16 ranks: as the mesh asks; warning: they share 2 cores, so more ranks are no faster than 2"
     )  # fmt: skip
