@@ -77,6 +77,7 @@ def test_a_run_ends_with_a_worker_that_hangs_for_ever(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_own_code")
 def test_a_further_server_that_is_killed_ends_the_run_which_goes_on_on_one_server(tmp_path):
     folder, two = tmp_path / "run", ["mesh.replicate=5", "agreement={name: server, servers: 2}"]

@@ -332,6 +332,7 @@ def test_training_goes_on_when_workers_are_killed(tmp_path, killed):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_own_code")
 def test_a_killed_keeper_ends_the_run_which_goes_on_by_the_same_command(tmp_path):
     output, _ = run_with(tmp_path / "run", killed=[4], at=16, status=128 + signal.SIGKILL)

@@ -47,7 +47,7 @@ LONG = {
 """Of the tiles that `make test` cuts most families into, the others, which have the most to run."""
 SHORT = {(3,): ("convolution", "patches", "reductions")}
 """Of tiles that it cuts few families into, which: these read beyond a tile, write beyond it and add up over all."""
-ALONG_TWO = ("convolution", "normalization", "padding", "patches", "reductions")
+ALONG_TWO = ("convolution", "reductions")
 """Those that are cut along two dims before a change lands too: halos with corners, sums over both."""
 FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty")}
 """Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
@@ -64,7 +64,9 @@ def marks_of(family: str, grid: tuple[int, ...]) -> list[pytest.MarkDecorator]:
         return [pytest.mark.cpu, *SWEEP]
     if grid == (2, 2) and family not in ALONG_TWO:
         return [pytest.mark.cpu, *SWEEP]
-    return [pytest.mark.cpu, *[pytest.mark.long] * (family not in SHORT.get(grid, ()))]
+    if grid == (3,) and family not in SHORT[grid]:
+        return [pytest.mark.cpu, *SWEEP]
+    return [pytest.mark.cpu, *[pytest.mark.long] * (grid == (2, 2))]
 
 
 @on_gpu_too

@@ -124,7 +124,7 @@ COPIES, PARTS = ["mesh.replicate=2"], ["mesh.replicate=1", "mesh.shard=2", "shar
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", few([COPIES, PARTS], COPIES))
+@pytest.mark.parametrize("plan", few([COPIES, PARTS], COPIES, is_sweep=True))
 def test_ranks_end_early_together_and_one_of_them_writes_the_best(plan, tmp_path):
     settings = [*SHORT, *STUCK, *plan, "ema.decay=0.5", "precision=float64"]
     assert on_ranks(2, sharded, tmp_path / "run", settings) == [("complete", 6)] * 2

@@ -114,7 +114,7 @@ FIRST = ("one", "zero3"), ("channel", "stage")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    few(PAIRS, *FIRST, then=[PAIRS[-4], PAIRS[-2]], is_sweep=True),
+    few(PAIRS, *FIRST, then=[PAIRS[-4]], is_sweep=True),
     ids=[f"{writer} to {reader}" for writer, reader in PAIRS],
 )
 def test_state_is_equal_bit_for_bit_and_so_are_the_next_losses_but_for_rounding(written, tmp_path, writer, reader):

@@ -68,7 +68,7 @@ def pages(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("layout", few(["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 and tiles", "ZeRO-1 and tiles",
                                         "ZeRO-3, recomputed", "tiles, recomputed", "one rank within a memory"],
-                                       "ZeRO-1", then=["ZeRO-3 and tiles", "tiles, recomputed"], is_sweep=True))  # fmt: skip
+                                       "ZeRO-1", then=["ZeRO-3 and tiles"], is_sweep=True))  # fmt: skip
 def test_shared_weights_train_average_clip_and_count_as_one_rank(pages, tmp_path, layout):
     assert_same(trained(tmp_path / "run", layout, *ADAM), pages)
 
@@ -89,7 +89,7 @@ def test_copies_of_parts_train_and_count_as_one_rank(scans, tmp_path, layout):
 @pytest.mark.parametrize(("before", "after"), few([
     ("ZeRO-3", "ZeRO-3"), ("ZeRO-3", "one rank"), ("one rank", "ZeRO-3"), ("ZeRO-1", "ZeRO-3 and tiles"),
     ("ZeRO-3 and tiles", "ZeRO-1"), ("ZeRO-2", "two copies"),
-], ("ZeRO-3", "one rank"), then=[("ZeRO-1", "ZeRO-3 and tiles")], is_sweep=True))  # fmt: skip
+], ("ZeRO-3", "one rank"), is_sweep=True))  # fmt: skip
 def test_any_plan_resumes_what_another_wrote_and_ends_as_if_nothing_had_happened(pages, tmp_path, before, after):
     often = [*ADAM, "checkpoint.every=4step", "checkpoint.keep_last=100"]
     folder = trained(tmp_path / "run", before, *often)

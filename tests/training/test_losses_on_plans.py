@@ -227,7 +227,7 @@ def test_a_stream_follows_the_formula():
         Plan(replicate=2),
         pytest.param(Plan(replicate=3), marks=SWEEP),
         Plan(space=[2, 1]),
-        pytest.param(Plan(replicate=2, space=[1, 2]), marks=pytest.mark.long),
+        pytest.param(Plan(replicate=2, space=[1, 2]), marks=SWEEP),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from devices import here, on_gpu_too
-from marks import LONG_ON_CPU, SWEEP_ON_CPU
+from marks import LONG_ON_CPU, SWEEP, SWEEP_ON_CPU
 from ranks import on_ranks
 from safetensors.torch import load_file
 from small_recipe import ALONE, SmallRecipe, check_evaluated_again
@@ -178,7 +178,16 @@ def of_many(mesh: Mesh) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[1, 2]), Plan(shard=2), Plan(channel=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(replicate=2),
+        pytest.param(Plan(space=[1, 2]), marks=SWEEP),
+        pytest.param(Plan(shard=2), marks=SWEEP),
+        Plan(channel=2),
+    ],
+    ids=str,
+)
 def test_uneven_batches_in_passes_with_averages_and_penalties_are_those_of_one_rank(plan):
     wanted = alone(of_many)
     for found in on_ranks(plan.ranks, of_many, plan=plan):

@@ -100,7 +100,7 @@ def whole(request, tmp_path_factory) -> tuple[str, Path]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", few(PLANS, "planes", then=["planes, streamed"], is_sweep=True))
+@pytest.mark.parametrize("plan", few(PLANS, "planes", is_sweep=True))
 def test_losses_of_20_steps_are_those_of_one_rank(whole, plan, tmp_path):
     kind, folder = whole
     ranks, settings = PLANS[plan]
