@@ -116,7 +116,7 @@ def test_twenty_steps_of_the_recipe_in_a_stream_are_those_of_one_rank():
         Plan(shard=2),
         Plan(channel=2),
         Plan(stream=StreamConfig(tiles=[2, 2])),
-        Plan(space=[2, 1], stream=StreamConfig(tiles=[2, 2])),
+        pytest.param(Plan(space=[2, 1], stream=StreamConfig(tiles=[2, 2])), marks=SWEEP_ON_CPU),
         pytest.param(Plan(replicate=2, stream=StreamConfig(tiles=[2, 2])), marks=SWEEP_ON_CPU),
     ],
     ids=str,

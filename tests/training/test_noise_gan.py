@@ -143,7 +143,7 @@ def alone(work) -> list:
     "plan",
     [
         Plan(replicate=2),
-        Plan(space=[2, 1]),
+        pytest.param(Plan(space=[2, 1]), marks=SWEEP_ON_CPU),
         pytest.param(Plan(space=[2, 2]), marks=SWEEP_ON_CPU),
         pytest.param(Plan(shard=2), marks=SWEEP_ON_CPU),  # as below, with penalties
         pytest.param(Plan(shard=2, sharding=ShardingConfig(zero=1)), marks=SWEEP_ON_CPU),
