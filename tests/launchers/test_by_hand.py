@@ -47,6 +47,7 @@ def ended(process: subprocess.Popen) -> int:
     return process.returncode
 
 
+@pytest.mark.long
 def test_ranks_by_hand_train_as_those_of_the_command_and_none_listens_to_the_outside(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole = start("train", DIGITS, *SHORT, "mesh.replicate=2", "--run", tmp_path / "local")

@@ -197,6 +197,7 @@ def test_a_prediction_is_made_once_and_leaves_a_chosen_plan_alone(tmp_path):
     assert read_planned(tmp_path) == chosen
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_run_that_is_to_be_predicted_records_it_or_says_why_not(tmp_path):
     words = ("train", DIGITS, *FAST, "mesh.replicate=2", "log.predict=true", "schedule.length=3step", "schedule.warmup=0step")

@@ -68,6 +68,8 @@ def test_a_run_that_ends_in_the_backward_of_a_discriminators_turn_goes_on_bit_fo
     assert fingerprint(tmp_path / "run", ranks=1) == fingerprint(trained, ranks=1)
 
 
+@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.alone
 def test_a_rank_that_is_killed_in_a_discriminators_turn_is_replaced_and_nothing_is_lost(tmp_path):
     asked = [RECIPE.path, *SMALL, "mesh.replicate=2", "checkpoint.every=2step", "--max-restarts", "1"]
@@ -129,6 +131,7 @@ def test_an_export_takes_noise(trained, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.alone
 def test_the_recipe_reaches_its_quality(tmp_path):
     """66 was seen on two ranks, 75 on one; two sets of real digits are 28 apart, and 298 was seen after 5 epochs."""

@@ -102,6 +102,7 @@ def test_what_fails_at_the_same_step_again_ends_the_run_or_goes_on_with_fewer_ra
 
 @alone
 @pytest.mark.long
+@pytest.mark.sweep
 def test_a_single_rank_is_watched_too_and_a_bad_recipe_is_not_tried_again(tmp_path):
     process = begin(tmp_path / "one", "mesh.replicate=1", "--max-restarts", "1")
     wait_for_step(process, tmp_path / "one/run", 15)
@@ -149,6 +150,7 @@ def test_torchruns_restart_resumes(tmp_path):
 
 @alone
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.parametrize("most", few([0, 3], 3, is_sweep=True))
 def test_torchrun_sees_a_run_that_was_asked_to_stop_and_does_not_go_on_with_it(tmp_path, most):
     """torchrun restarts what ends with 75 where it may; the run then ends at once, and torchrun with 1."""

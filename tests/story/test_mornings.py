@@ -81,6 +81,8 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.long
+@pytest.mark.sweep
 def test_photos_by_class_with_a_net_from_a_file(morning):
     morning_data.photos(Path("photos"), size=48)
     torch.manual_seed(0)
@@ -159,6 +161,7 @@ def test_five_folds_by_patients_of_a_table(morning):
     check_plans_agree(morning, [*recipe, "data.fold=0"], "mesh.replicate=2", "mesh.space=[2,1]")
 
 
+@pytest.mark.long
 def test_a_folder_without_a_recipe(morning):
     morning_data.photos(Path("photos"))
     said = morning("train", "photos", QUIET, "--run", "runs/first")

@@ -26,6 +26,7 @@ def test_the_recipe_of_scenes_tells_four_kinds_of_land_apart(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.alone
 def test_the_recipe_of_scenes_learns_from_patches_too(tmp_path):
     small = ["data.options={size: [160, 160], scenes: [8, 3], feature_px: 24}", "schedule.length=4ep", "data.batch_size=2"]
