@@ -1,5 +1,5 @@
 # make demo      trains on scikit-learn's digits, then on pages cut into tiles, and writes a report of each
-# make test      runs the tests that are not marked long: some 20 minutes on two cores
+# make test      runs the tests that are neither long nor sweeps: some 20 minutes on two cores
 # make test-all  runs every test
 # make test-ci   runs all but the sweeps: what must pass before a change lands
 # make test-oldest  runs tests with the oldest libraries that pyproject.toml allows, torch and torchvision excepted
@@ -26,8 +26,8 @@ PAIRS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 ALONE := $(BIN)/python -m pytest
 
 test: $(VENV)/installed-test
-	$(PAIRS) -m "not alone and not long"
-	$(ALONE) -m "alone and not long"
+	$(PAIRS) -m "not alone and not long and not sweep"
+	$(ALONE) -m "alone and not long and not sweep"
 
 test-all: $(VENV)/installed-test
 	$(PAIRS) -m "not alone"

@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _stays_on_the_cpu(item: pytest.Item) -> bool:
-    long = item.get_closest_marker("long")
-    return (long is not None and not long.kwargs.get("on_gpu")) or item.get_closest_marker("cpu") is not None
+    """A case that is long anywhere does, also of a test that is long on the CPU alone."""
+    long = any(not mark.kwargs.get("on_gpu") for mark in item.iter_markers("long"))
+    return long or item.get_closest_marker("cpu") is not None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -183,7 +183,6 @@ def _own_code(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.sweep
 @pytest.mark.usefixtures("_own_code")
 @pytest.mark.parametrize("killed", few([0, 3], 3, is_sweep=True))
 def test_a_killed_worker_or_server_takes_what_was_left_with_it(tmp_path, killed):

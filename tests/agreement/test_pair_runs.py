@@ -343,7 +343,6 @@ def test_a_killed_keeper_ends_the_run_which_goes_on_by_the_same_command(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.sweep
 @pytest.mark.usefixtures("_own_code")
 def test_workers_that_could_never_agree_end_the_run_which_goes_on_with_fewer(tmp_path):
     output, _ = run_with(tmp_path / "run", killed=[1, 3], at=16, status=2)

@@ -1,4 +1,4 @@
-"""Runs calls of operations on tiles and on the whole, and says where they differ: `python -m engine.rules.sweep --seconds 600`.
+"""Runs calls of operations on tiles and on the whole, and says where they differ: `python -m ops.sweep --seconds 600`.
 
 Ranks are threads of this process.  What torch refuses of the whole is no call; what tiles refuse in words is no difference.
 """

@@ -11,7 +11,7 @@ import devices
 import pytest
 import torch
 from devices import on_gpu_too
-from marks import SWEEP, SWEEP_ON_CPU
+from marks import LONG_ON_CPU, SWEEP
 from ranks import on_ranks
 
 from widefield import ops
@@ -38,17 +38,14 @@ What is plain and meets an image later, as a branch that sees no pixel does, has
 """
 NOT_REFUSED = "not refused"
 GRIDS = [(2,), (3,), (2, 2), (4,)]
-LONG = {
-    (2,): (
-        "attention", "cross_entropy", "indexing", "joins", "layer_norm", "losses", "normalization", "pooling", "products",
-        "random", "resize", "sampling", "slices",
-    ),
-}  # fmt: skip
-"""Of the tiles that `make test` cuts most families into, the others, which have the most to run."""
-SHORT = {(3,): ("convolution", "patches", "reductions")}
-"""Of tiles that it cuts few families into, which: these read beyond a tile, write beyond it and add up over all."""
-ALONG_TWO = ("convolution", "reductions")
-"""Those that are cut along two dims before a change lands too: halos with corners, sums over both."""
+LONG = (
+    "attention", "cross_entropy", "indexing", "joins", "layer_norm", "losses", "normalization", "pooling", "products",
+    "random", "resize", "sampling", "slices",
+)  # fmt: skip
+"""Families that have the most to run: `make test` leaves them out, and has the others on (2,)."""
+SHORT = {(3,): ("convolution", "patches", "reductions"), (2, 2): ("convolution", "reductions"), (4,): ()}
+"""Of further tiles, the families that are cut into them before a change lands: those that read beyond a tile, write beyond it
+or add up over all, with corners.  The others are sweeps; the ways of (4,) are those of (3,)."""
 FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty")}
 """Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
 
@@ -58,13 +55,9 @@ def cases_of(family: str) -> list[RuleCase]:
 
 
 def marks_of(family: str, grid: tuple[int, ...]) -> list[pytest.MarkDecorator]:
-    if grid in LONG:
-        return list(SWEEP_ON_CPU) * (family in LONG[grid])
-    if grid == (4,):  # whose ways are those of (3,)
-        return [pytest.mark.cpu, *SWEEP]
-    if grid == (2, 2) and family not in ALONG_TWO:
-        return [pytest.mark.cpu, *SWEEP]
-    if grid == (3,) and family not in SHORT[grid]:
+    if grid == (2,):
+        return [LONG_ON_CPU] * (family in LONG)
+    if family not in SHORT[grid]:
         return [pytest.mark.cpu, *SWEEP]
     return [pytest.mark.cpu, *[pytest.mark.long] * (grid == (2, 2))]
 

@@ -12,7 +12,7 @@ from ops.sweep import Sweep, problems
 
 @pytest.mark.long
 def test_unusual_arguments_give_the_wholes_numbers_or_are_refused_in_words():
-    """A call or two of each; `python -m engine.rules.sweep` makes more of them."""
+    """A call or two of each; `python -m ops.sweep` in tests/ makes more of them."""
     with installed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of calls that are legal and unwise
         sweep = Sweep()
