@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import safetensors.torch
+from preloaded import PreloadedCommand, may_be_forked
 
 from widefield.training.checkpoint import newest_sound_in, read
 
@@ -22,9 +24,16 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = str(RECIPES / "digits.yaml")
 
 
-def start(*arguments: str | Path, **options) -> subprocess.Popen:
-    """The command in the background, its output in a pipe; it hears Ctrl-C even where a shell made this one deaf to it."""
-    command = [sys.executable, "-m", "widefield", *map(str, arguments)]
+def start(*arguments: str | Path, anew: bool = False, **options) -> subprocess.Popen | PreloadedCommand:
+    """The command in the background, its output in a pipe; it hears Ctrl-C even where a shell made this one deaf to it.
+
+    anew: it loads everything itself, as for a user, which takes some five seconds of a core.  options: cwd, env.
+    """
+    words = [str(word) for word in arguments]
+    environment = options.get("env") or os.environ
+    if not anew and may_be_forked(environment):
+        return PreloadedCommand(words, cwd=options.get("cwd"), env=environment)
+    command = [sys.executable, "-m", "widefield", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_hear, **options)
 
 
@@ -74,9 +83,10 @@ def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
     """The rank processes below a launcher, by rank."""
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
-        name = Path(f"/proc/{child.pid}/comm").read_text().strip()
-        if name.startswith("widefield-"):
-            found[int(name.removeprefix("widefield-"))] = child
+        with contextlib.suppress(FileNotFoundError):  # a process that is no rank, and has ended meanwhile
+            name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+            if name.startswith("widefield-"):
+                found[int(name.removeprefix("widefield-"))] = child
     return [found[rank] for rank in sorted(found)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,8 @@ def _policies() -> dict[str, set[int]]:
     """The policies of this process's threads by their names."""
     found: dict[str, set[int]] = {}
     for task in Path("/proc/self/task").glob("*"):
-        found.setdefault((task / "comm").read_text().strip(), set()).add(os.sched_getscheduler(int(task.name)))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found.setdefault((task / "comm").read_text().strip(), set()).add(os.sched_getscheduler(int(task.name)))
     return found
 
 
