@@ -41,9 +41,7 @@ def may_be_forked(environment: Mapping[str, str]) -> bool:
     """Whether what is loaded in the tests' environment is what a command in this one would have."""
     from widefield.launchers._forking import may_fork
 
-    ours, its = (
-        {name: value for name, value in one.items() if READ_AT_LOADING.match(name)} for one in (AT_START, environment)
-    )
+    ours, its = ({name: value for name, value in one.items() if READ_AT_LOADING.match(name)} for one in (AT_START, environment))
     return may_fork() and ours == its
 
 

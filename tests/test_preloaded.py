@@ -1,0 +1,62 @@
+"""A command that a test forks is the command that a user starts, but for the loading."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+from command import DIGITS, fingerprint, run, start, wait_for_step
+from preloaded import AT_START, PreloadedCommand, may_be_forked
+
+pytestmark = pytest.mark.skipif(not may_be_forked(AT_START), reason="commands are not forked here")
+
+SHORT = ("schedule.length=4step", "schedule.warmup=0ep", "data.batch_size=8", "mesh.replicate=2")
+SECONDS = re.compile(r"[\d,.]+ (img/s|%  process|MiB|s\b)|data +[\d.]+")
+
+
+@pytest.mark.long
+def test_it_trains_to_the_same_bytes_and_says_the_same(tmp_path):
+    words = ("train", DIGITS, *SHORT, "--run", "run")
+    for name in ("forked", "anew"):
+        (tmp_path / name).mkdir()
+    forked = run(*words, cwd=tmp_path / "forked")
+    anew = run(*words, cwd=tmp_path / "anew", anew=True)
+    assert fingerprint(tmp_path / "forked/run", ranks=2) == fingerprint(tmp_path / "anew/run", ranks=2)
+    assert SECONDS.sub("", forked) == SECONDS.sub("", anew)
+
+
+def test_its_status_and_output_are_its_own(tmp_path):
+    process = start("train", DIGITS, "optimizer.name=sdg", cwd=tmp_path)
+    assert isinstance(process, PreloadedCommand) and process.pid not in (os.getpid(), os.getppid())
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.0)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == process.poll() == 2 and "did you mean 'sgd'?" in output
+    again = run("train", DIGITS, "optimizer.name=sdg", cwd=tmp_path, status=2, anew=True)
+    assert again == output
+
+
+def test_it_hears_signals(tmp_path):
+    words = ("train", "digits", "schedule.length=1000ep", "--run", tmp_path / "run")
+    process = start(*words)
+    wait_for_step(process, tmp_path / "run", 3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on from there" in output, output
+    killed = start(*words)
+    wait_for_step(killed, tmp_path / "run", 8)
+    killed.kill()
+    assert "resumed from" in killed.communicate(timeout=30)[0]
+    assert killed.returncode == -signal.SIGKILL
+
+
+def test_what_is_read_while_loading_starts_it_anew(tmp_path):
+    assert may_be_forked({**AT_START, "WIDEFIELD_FAULTS": "x", "PYTHONPATH": str(tmp_path)})
+    for name in ("OMP_NUM_THREADS", "RANK", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES"):
+        assert not may_be_forked({**AT_START, name: "7"})
+    process = start("--version", env={**os.environ, "OMP_NUM_THREADS": "7"})
+    assert isinstance(process, subprocess.Popen)
+    assert "widefield" in process.communicate(timeout=60)[0]
