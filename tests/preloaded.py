@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-READ_AT_LOADING = re.compile(r"PYTHON(?!PATH)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|TORCH|CUDA|HIP_|HF_|(RANK|WORLD_SIZE|LOCAL_RANK)$")
+READ_AT_LOADING = re.compile(r"PYTHON(?!PATH)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|TORCH(?!INDUCTOR)|CUDA|HIP_|HF_|(RANK|WORLD_SIZE|LOCAL_RANK)$")
 """Names of variables that libraries read while they are loaded, or our entry before.  PYTHONPATH is set in the fork too."""
 
 AT_START = dict(os.environ)
