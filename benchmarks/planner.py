@@ -9,7 +9,7 @@
 Ranks are those of the tests, one thread each.  Memory, messages and FLOPs do not depend on what else the machine does; time
 does, so `time` wants a quiet machine, and its figures are of one with at least as many cores as ranks.
 
-    python benchmarks/planner.py memory messages flops [--nets unet,resnet] [--plans one,rows] [--save]
+    python benchmarks/planner.py memory messages flops [--nets unet,resnet] [--plans 'one;rows'] [--save] [--missing]
     OMP_NUM_THREADS=1 widefield plan --calibrate
     python benchmarks/planner.py time [--ranks 2] [--steps 5] [--save]
 """
@@ -22,6 +22,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from widefield.comm.mesh import Mesh, World  # noqa: E402
 from widefield.plans import Plan, plan_of  # noqa: E402
 
 RESULTS = HERE / "results"
+PATIENCE_SECONDS = 1200.0
+"""For a few steps of a case: a stream's are many, and the machine may be busy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--kernel-seconds", type=float, default=15.0, help="for the own kernels of a plan; 0: not (15)")
     parser.add_argument("--save", action="store_true", help="keep the table in benchmarks/results/")
+    parser.add_argument("--missing", action="store_true", help="only those steps that the table does not have yet")
     return parser
 
 
@@ -89,37 +93,52 @@ def _conditions() -> dict[str, Any]:
 
 
 def _steps(asked: argparse.Namespace) -> dict[str, Any]:
+    """Every case that is asked for.  To be saved, it is after each of them, beside the rows of others that are there."""
     cases = [case for case in all_cases() if case.net in asked.nets and case.plan in asked.plans]
     cases.sort(key=lambda case: (case.ranks, list(PLANS).index(case.plan)))  # ranks start anew when their number changes
-    peaks: list[PeakRow] = []
-    rows = [row for case in cases for row in _rows(case, asked.what, peaks)]
+    kept = RESULTS / "planner_steps.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if asked.save and kept.exists() else []
+    there = {row["case"] for row in rows}
+    with ThreadPoolExecutor(1) as beside:
+        for case in cases:
+            if asked.missing and str(case) in there:
+                continue
+            rows = [row for row in rows if row["case"] != str(case)] + list(_rows(case, asked.what, beside))
+            if asked.save:
+                kept.write_text(json.dumps(_result(rows), indent=1) + "\n", encoding="utf-8")
+    return _result(rows)
+
+
+def _result(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ran = [row for row in rows if "refused" not in row]
+    peaks = [PeakRow(row["case"], row["rank"], row["measured bytes"], row["emulated bytes"]) for row in ran if "error" in row]
     return {
         "question": "what real ranks hold, send and compute in a step, beside the emulated step",
         "conditions": _conditions(),
+        "cases": f"{len({row['case'] for row in ran})} run, {len(rows) - len(ran)} refused, of {len(all_cases())}",
         "memory": summary(peaks),
         "gates that do not hold": Gates().failures(peaks),
         "messages that differ": [row["case"] for row in ran if row.get("messages")],
         "FLOPs that differ": [row["case"] for row in ran if len(set(row.get("flops", [0]))) > 1],
-        "rows": rows,
+        "rows": list(rows),
     }
 
 
-def _rows(case: TruthCase, what: Sequence[str], peaks: list[PeakRow]) -> Iterator[dict[str, Any]]:
-    """A row for each rank of a case, or one that tells who refuses it in which words."""
+def _rows(case: TruthCase, what: Sequence[str], beside: ThreadPoolExecutor) -> Iterator[dict[str, Any]]:
+    """A row for each rank of a case, or one that tells who refuses it in which words.  beside: emulates while ranks measure."""
     began = time.perf_counter()
-    steps, real = _tried(lambda: on_ranks(case.ranks, measured, case, plan=plan_of(case.config, case.ranks)))
+    emulation = beside.submit(_tried, lambda: emulated(case))
+    plan = plan_of(case.config, case.ranks)
+    steps, real = _tried(lambda: on_ranks(case.ranks, measured, case, plan=plan, timeout_seconds=PATIENCE_SECONDS))
     refused = real or steps[0].refused
-    records, crash = _tried(lambda: emulated(case))
+    records, crash = emulation.result()
     told = crash or (records if isinstance(records, str) else "")
     print(f"{case}: {time.perf_counter() - began:.1f} s {refused or told}", file=sys.stderr, flush=True)
     if refused or told:
         same = "the same words" if refused == told else {"ranks": refused or "run", "emulation": told or "runs"}
         yield {"case": str(case), "refused": refused if same == "the same words" else same}
         return
-    own = peak_rows(case, steps, records)
-    peaks += own
-    for step, record, peak in zip(steps, records, own, strict=True):
+    for step, record, peak in zip(steps, records, peak_rows(case, steps, records), strict=True):
         yield _row(case, what, step, record, peak)
 
 

@@ -27,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-READ_AT_LOADING = re.compile(r"PYTHON(?!PATH)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|TORCH(?!INDUCTOR)|CUDA|HIP_|HF_|(RANK|WORLD_SIZE|LOCAL_RANK)$")
-"""Names of variables that libraries read while they are loaded, or our entry before.  PYTHONPATH is set in the fork too."""
+READ_AT_LOADING = re.compile(r"PYTHON(?!PATH)|(LD_PRELOAD|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|RANK|WORLD_SIZE|LOCAL_RANK)$")
+"""Names of variables that count before a fork could set them, of those that tests set.  Libraries set further ones themselves,
+as sklearn does KMP_INIT_AT_FORK and torch TORCHINDUCTOR_CACHE_DIR, and a test process may have loaded them."""
 
 AT_START = dict(os.environ)
 """Before any test has changed it."""

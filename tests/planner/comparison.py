@@ -18,9 +18,9 @@ from widefield.planner.step_record import StepRecord
 
 @dataclass(frozen=True)
 class PeakRow:
-    """The largest number of bytes that one rank held within a step, and what the emulation says."""
+    """The largest number of bytes that one rank held within a step, and what the emulation says.  case: or its name."""
 
-    case: TruthCase
+    case: TruthCase | str
     rank: int
     measured: int
     emulated: int
