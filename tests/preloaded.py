@@ -39,11 +39,15 @@ AT_START = dict(os.environ)
 
 
 def may_be_forked(environment: Mapping[str, str]) -> bool:
-    """Whether what is loaded in the tests' environment is what a command in this one would have."""
+    """Whether what is loaded in the tests' environment is what a command in this one would have.
+
+    Where OMP_NUM_THREADS is not set, the launcher sets it for ranks before their parent loads torch, which then has so many
+    threads; a fork comes too late for that.
+    """
     from widefield.launchers._forking import may_fork
 
     ours, its = ({name: value for name, value in one.items() if READ_AT_LOADING.match(name)} for one in (AT_START, environment))
-    return may_fork() and ours == its
+    return may_fork() and "OMP_NUM_THREADS" in environment and ours == its
 
 
 class PreloadedCommand:
