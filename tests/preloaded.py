@@ -126,7 +126,7 @@ def serve(requests: socket.socket) -> bool:
     while True:
         for key, _ in commands.select():
             if key.fileobj is not requests:
-                _tell_end(commands, *key.data)
+                _tell_end(commands, key.fd, *key.data)
                 continue
             text, handles, *_ = socket.recv_fds(requests, 1 << 20, 2)
             if not text:
@@ -141,8 +141,8 @@ def serve(requests: socket.socket) -> bool:
             commands.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, teller))
 
 
-def _tell_end(commands: selectors.BaseSelector, pid: int, teller: socket.socket) -> None:
-    (handle,) = (key.fd for key in commands.get_map().values() if key.data == (pid, teller))
+def _tell_end(commands: selectors.BaseSelector, handle: int, pid: int, teller: socket.socket) -> None:
+    """handle: of the process that has ended."""
     commands.unregister(handle)
     os.close(handle)
     _tell(teller, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

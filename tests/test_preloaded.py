@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 
 import pytest
-from command import DIGITS, fingerprint, run, start, wait_for_step
+from command import DIGITS, fingerprint, record, run, start, wait_for_step
 from preloaded import AT_START, PreloadedCommand, may_be_forked
 
 pytestmark = pytest.mark.skipif(not may_be_forked(AT_START), reason="commands are not forked here")
 
 SHORT = ("schedule.length=4step", "schedule.warmup=0ep", "data.batch_size=8", "mesh.replicate=2")
-SECONDS = re.compile(r"[\d,.]+ (img/s|%  process|MiB|s\b)|data +[\d.]+")
 
 
 @pytest.mark.long
@@ -25,7 +23,12 @@ def test_it_trains_to_the_same_bytes_and_says_the_same(tmp_path):
     forked = run(*words, cwd=tmp_path / "forked")
     anew = run(*words, cwd=tmp_path / "anew", anew=True)
     assert fingerprint(tmp_path / "forked/run", ranks=2) == fingerprint(tmp_path / "anew/run", ranks=2)
-    assert SECONDS.sub("", forked) == SECONDS.sub("", anew)
+    assert sentences(forked) == sentences(anew) != []
+
+
+def sentences(output: str) -> list[str]:
+    """Without the lines of progress, which come as time passes and have speeds."""
+    return [line for line in output.splitlines() if "img/s" not in line]
 
 
 def test_its_status_and_output_are_its_own(tmp_path):
@@ -47,7 +50,7 @@ def test_it_hears_signals(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command goes on from there" in output, output
     killed = start(*words)
-    wait_for_step(killed, tmp_path / "run", 8)
+    wait_for_step(killed, tmp_path / "run", record(tmp_path / "run", "end")[-1]["step"] + 1)
     killed.kill()
     assert "resumed from" in killed.communicate(timeout=30)[0]
     assert killed.returncode == -signal.SIGKILL
