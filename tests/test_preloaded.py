@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 
+import preloaded
 import pytest
 from command import DIGITS, fingerprint, record, run, start, wait_for_step
 from preloaded import AT_START, PreloadedCommand, may_be_forked
@@ -60,7 +61,12 @@ def test_what_is_read_while_loading_starts_it_anew(tmp_path):
     assert may_be_forked({**AT_START, "WIDEFIELD_FAULTS": "x", "PYTHONPATH": str(tmp_path)})
     for name in ("OMP_NUM_THREADS", "RANK", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES"):
         assert not may_be_forked({**AT_START, name: "7"})
-    assert not may_be_forked({name: value for name, value in AT_START.items() if name != "OMP_NUM_THREADS"})
     process = start("--version", env={**os.environ, "OMP_NUM_THREADS": "7"})
     assert isinstance(process, subprocess.Popen)
     assert "widefield" in process.communicate(timeout=60)[0]
+
+
+def test_where_the_launcher_chooses_the_threads_nothing_is_forked(monkeypatch):
+    unset = {name: value for name, value in AT_START.items() if name != "OMP_NUM_THREADS"}
+    monkeypatch.setattr(preloaded, "AT_START", unset)
+    assert not may_be_forked(unset)
