@@ -34,7 +34,7 @@ from widefield.parallel.strategies._sample_probe import writes_without_samples
 from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sample_mixing import SampleMixingWatch
-from widefield.tiled.tensor import wrap
+from widefield.tiled.tensor import TiledTensor, wrap
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 SHAPE = (5, 3, 11, 8)
@@ -754,6 +754,46 @@ def messages(mesh) -> dict[str, list]:
 
 def test_layers_that_take_samples_one_by_one_send_nothing_between_copies():
     assert on_ranks(2, messages) == [{}, {}]
+
+
+class SumsOtherwise(nn.Module):
+    """Rounds otherwise where it has rows of a batch, as sums in another order do, and makes much of it."""
+
+    def __init__(self, gain: float, apart: float) -> None:
+        super().__init__()
+        self.gain, self.apart, self.had_rows, self.first = gain, apart, False, nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.had_rows = isinstance(x, TiledTensor)
+        x = self.first(x)
+        return ((x * (1 + self.apart) if self.had_rows else x) * self.gain).sin()
+
+
+ROUNDING = [  # (precision, gain, last bits apart): are samples taken as mixed?
+    (torch.float32, 1, 1, False),
+    (torch.float32, 1, 1e4, True),  # a good net that is off by 0.1 %
+    (torch.float32, 3e2, 1, False),  # more than 1e-5, as of ResNet-50 in training
+    (torch.float32, 3e2, 1e3, True),
+    (torch.float32, 1e6, 1, True),  # chaos, which hides everything
+    (torch.bfloat16, 5, 1, False),  # more than 1 %
+    (torch.bfloat16, 1, 40, True),
+]
+
+
+def taken_as_mixed(mesh) -> list[tuple]:
+    found = []
+    for dtype, gain, bits, _ in ROUNDING:
+        torch.manual_seed(0)
+        model = wf.parallelize(SumsOtherwise(gain, bits * torch.finfo(dtype).eps), mesh)
+        x = torch.rand(3, 3, 5, 4, generator=torch.Generator().manual_seed(mesh.rank))
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            model(x)
+        found.append((dtype, gain, bits, model.had_rows))
+    return found
+
+
+def test_a_nets_own_rounding_is_no_mixing_of_samples():
+    assert on_ranks(2, taken_as_mixed) == [ROUNDING, ROUNDING]
 
 
 FIRST = (torch.arange(4) < 1)[:, None, None, None]

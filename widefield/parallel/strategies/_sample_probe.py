@@ -5,6 +5,7 @@ For models with an operation that has no rule for rows of a batch, so that the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,8 @@ from widefield.tiled.tensor import TiledTensor
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 """The relative difference that rounding may make, 0.01 for other dtypes; mixed samples differ by more."""
+AMPLIFIED = 10.0
+"""So many times what a change of the last bit of samples makes is still rounding, which happens in every layer."""
 
 
 def mix_among_themselves(
@@ -39,7 +42,10 @@ def mix_among_themselves(
     for (own_args, own_kwargs), calls in zip(_halves_and_both(args, kwargs, samples), called, strict=True):
         with _from(before, model), calls:
             found.append(_numbers_of(run(*own_args, **own_kwargs)))
-    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
+    own_args, own_kwargs = changed_in_last_bit(args, kwargs, samples)
+    with _from(before, model):
+        rounding = rounding_of(found[0], _numbers_of(run(*own_args, **own_kwargs)))
+    mixed = [_is_mixed(*leaves, rounding) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
     return any(mixed) or any(_call_mixes(*calls) for calls in zip(*_matched([each.calls for each in called]), strict=False))
 
 
@@ -110,37 +116,79 @@ def _numbers_of(output: Any) -> list[Any]:
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
 
 
-def _is_mixed(first: Any, second: Any, both: Any) -> bool:
+def _is_mixed(first: Any, second: Any, both: Any, rounding: float) -> bool:
     """Whether the result for both halves is neither their results concatenated nor the result of each half.
 
     A mean over all samples counts as mixed.
     """
     if not isinstance(first, Tensor):
         return False
-    return _apart(first, second, both, 0 if first.ndim and len(both) == 2 * len(first) else None)
+    return _apart(first, second, both, 0 if first.ndim and len(both) == 2 * len(first) else None, rounding)
 
 
-def _apart(first: Tensor, second: Tensor, both: Tensor, dim: int | None) -> bool:
+def _apart(first: Tensor, second: Tensor, both: Tensor, dim: int | None, rounding: float = 0.0) -> bool:
     """Whether `both` differs from the halves concatenated along `dim`, or, with `dim` None, from either half."""
     count = 0 if dim is None else first.shape[dim]
     found = (both, both) if dim is None else (both.narrow(dim, 0, count), both.narrow(dim, count, count))
-    apart = [differ(half, some) for half, some in zip((first, second), found, strict=True)]
+    apart = [differ(half, some, rounding) for half, some in zip((first, second), found, strict=True)]
     return any(apart)  # no short cut: comparing is collective
 
 
-def differ(alone: Any, among_all: Any) -> bool:
-    """Whether two outputs differ by more than rounding."""
+def differ(alone: Any, among_all: Any, rounding: float = 0.0) -> bool:
+    """Whether two outputs differ by more than rounding.  rounding: of this model, as `rounding_of` finds it."""
+    tolerance = TOLERANCE.get(alone.dtype, 0.01) if isinstance(alone, Tensor) else 0.0
+    return _difference(alone, among_all) > max(tolerance, rounding)
+
+
+def _difference(alone: Any, among_all: Any) -> float:
+    """The largest difference of two outputs relative to the largest number of the first; infinite where shapes differ."""
     if not isinstance(alone, Tensor) or not alone.is_floating_point():
-        return False
+        return 0.0
     if alone.shape != among_all.shape:
-        return True
+        return math.inf
     if type(alone) is TiledTensor:
         alone, among_all = alone.local, to_layout(among_all, alone.tile_layout)
     if not alone.numel():
-        return False
+        return 0.0
     alone = alone.detach()
     apart = (alone - among_all).abs().masked_fill((alone == among_all) | alone.isnan() & among_all.isnan(), 0)
-    return not bool(apart.max() <= TOLERANCE.get(alone.dtype, 0.01) * alone.nan_to_num(0, 0, 0).abs().max())
+    most, largest = (value.max().item() for value in (apart, alone.nan_to_num(0, 0, 0).abs()))
+    if not most:
+        return 0.0
+    return most / largest if largest and not math.isnan(most) else math.inf
+
+
+def changed_in_last_bit(args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> tuple[tuple, dict]:
+    """The arguments with samples of which each number is larger or smaller by its precision, or by that of autocast.
+
+    Samples of integers stay as they are.
+    """
+
+    def changed(leaf: Any) -> Any:
+        if not any(leaf is sample for sample in samples) or not leaf.is_floating_point():
+            return leaf
+        signs = torch.randint(2, leaf.shape, generator=torch.Generator(leaf.device).manual_seed(0), device=leaf.device) * 2 - 1
+        return leaf + leaf.detach() * signs * torch.finfo(_dtype_of(leaf)).eps
+
+    return tree_map(changed, args), tree_map(changed, kwargs)
+
+
+def rounding_of(output: Any, changed: Any) -> float:
+    """The relative difference that rounding may make of a model's outputs: from those for samples changed in their last bit.
+
+    At most the root of the precision: larger ones hide too much, so that samples are taken as mixed.
+    """
+    pairs = zip(tree_leaves(output), tree_leaves(changed), strict=True)
+    found = [(_difference(leaf, other), leaf) for leaf, other in pairs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return max((min(AMPLIFIED * apart, torch.finfo(_dtype_of(leaf)).eps ** 0.5) for apart, leaf in found), default=0.0)
+
+
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    """That of a tensor's computations: autocast's, if it is on."""
+    kind = tensor.device.type
+    if tensor.dtype is not torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
 
 
 # ---------------------------------------------------------------------------------------------- operations without a rule

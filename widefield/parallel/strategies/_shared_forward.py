@@ -30,7 +30,13 @@ from widefield.comm.mesh import Mesh, control_device
 from widefield.parallel.inactive import is_inactive, on_rows, real_buffers
 from widefield.parallel.strategies._forward_route import Compiled
 from widefield.parallel.strategies._forward_state import ForwardState, Place
-from widefield.parallel.strategies._sample_probe import differ, mix_among_themselves, writes_without_samples
+from widefield.parallel.strategies._sample_probe import (
+    changed_in_last_bit,
+    differ,
+    mix_among_themselves,
+    rounding_of,
+    writes_without_samples,
+)
 from widefield.parallel.strategies._shared_batch import BatchShare, EnterBatch, dims_of_samples, leave_batch, strides_of_batch
 from widefield.parallel.strategies._unit_calls import RanksDiverged
 from widefield.private_torch.modules import BatchNorm
@@ -126,7 +132,7 @@ class SharedForward:
             self.free_writes[model.training] = frozenset()
             if meets:
                 meets = not self._writes_alike(model, run, args, kwargs, before)
-            self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
+            self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics), before)
             before.restore()
 
     def _writes_alike(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, before: ForwardState) -> bool:
@@ -176,10 +182,11 @@ class SharedForward:
             ) from error
         return bool(found.item())
 
-    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: Any) -> bool:
+    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: Any, before: ForwardState) -> bool:
         """Whether samples of several copies interact, on any copy: seen in operations on rows, or in their outputs.
 
         made: the output of this copy alone, and the statistics of its BatchNorms, which show a scale that outputs hide.
+        before: the state in which the model made it.
         """
         watch = SampleMixingWatch(self.mesh.grid_of_rows())
         try:
@@ -192,10 +199,19 @@ class SharedForward:
             raise
         except Exception as error:
             raise self._refusal(model, error) from error
-        pairs = zip(tree_leaves(made), tree_leaves(among_all), strict=True)
+        pairs = list(zip(tree_leaves(made), tree_leaves(among_all), strict=True))
         differences = [differ(alone, found) for alone, found in pairs]  # no short cut: comparing is collective
+        if self._on_any_rank(any(differences)):
+            rounding = self._rounding(model, run, args, kwargs, made, before)
+            differences = [differ(alone, found, rounding) for alone, found in pairs]
         mixes = bool(watch.found) or self.gives_sums or any(differences)
         return self._on_any_rank(mixes and not is_inactive(model))
+
+    def _rounding(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: Any, before: ForwardState) -> float:
+        """What this copy makes of a change of its samples' last bits; a deep network in bfloat16 makes some per cent of it."""
+        args, kwargs = changed_in_last_bit(args, kwargs, _samples_in(args, kwargs))
+        before.restore()
+        return rounding_of(made, (run(*args, **kwargs), _statistics(model)))
 
     def _mix_among_themselves(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
         """Whether this copy's samples interact; NotImplementedError, on every rank: on some copy that cannot be decided."""
