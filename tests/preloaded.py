@@ -39,15 +39,11 @@ AT_START = dict(os.environ)
 
 
 def may_be_forked(environment: Mapping[str, str]) -> bool:
-    """Whether what is loaded in the tests' environment is what a command in this one would have.
-
-    Where OMP_NUM_THREADS is not set, the launcher sets it for ranks before their parent loads torch, which then has so many
-    threads; a fork comes too late for that.
-    """
+    """Whether what is loaded in the tests' environment is what a command in this one would have."""
     from widefield.launchers._forking import may_fork
 
     ours, its = ({name: value for name, value in one.items() if READ_AT_LOADING.match(name)} for one in (AT_START, environment))
-    return may_fork() and "OMP_NUM_THREADS" in environment and ours == its
+    return may_fork() and ours == its
 
 
 class PreloadedCommand:
@@ -244,6 +240,10 @@ def _become_parent_of_ranks(words: list[str], pass_fds: Sequence[int], environme
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _set_environment(environment)
+        if threads := environment.get("OMP_NUM_THREADS"):
+            import torch
+
+            torch.set_num_threads(int(threads))  # the launcher may have set that for ranks; who loads torch then, has so many
         sys.argv, sys.stdin = words[words.index("widefield.forked_ranks") :], open(0, closefd=False)
 
         from widefield import forked_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 
@@ -11,8 +12,33 @@ import pytest
 from command import DIGITS, fingerprint, record, run, start, wait_for_step
 from preloaded import AT_START, PreloadedCommand, may_be_forked
 
+from widefield.cores import usable_cores
+
 pytestmark = pytest.mark.skipif(not may_be_forked(AT_START), reason="commands are not forked here")
 
+MINE = """
+import os
+import torch
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        tell("forward")
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: tell("backward"))
+        return output
+
+
+def tell(where):
+    print(f"rank {os.environ['RANK']}, {where}, threads: {torch.get_num_threads()}", flush=True)
+
+
+def net(num_classes):
+    return Net(nn.Flatten(), nn.Linear(64, num_classes))
+"""
+"""A net whose ranks tell how many threads they have."""
 SHORT = ("schedule.length=4step", "schedule.warmup=0ep", "data.batch_size=8", "mesh.replicate=2")
 
 
@@ -66,7 +92,23 @@ def test_what_is_read_while_loading_starts_it_anew(tmp_path):
     assert "widefield" in process.communicate(timeout=60)[0]
 
 
-def test_where_the_launcher_chooses_the_threads_nothing_is_forked(monkeypatch):
+@pytest.mark.long
+def test_ranks_have_the_threads_that_the_launcher_chooses(tmp_path, monkeypatch):
+    """And not those of the process that they are forked from, which has loaded torch where nothing said how many."""
     unset = {name: value for name, value in AT_START.items() if name != "OMP_NUM_THREADS"}
     monkeypatch.setattr(preloaded, "AT_START", unset)
-    assert not may_be_forked(unset)
+    preloaded._server.cache_clear()
+    (tmp_path / "mine.py").write_text(MINE)
+    unset["PYTHONPATH"] = os.pathsep.join([str(tmp_path), unset.get("PYTHONPATH", "")])
+    words = ("train", DIGITS, *SHORT, "model.name=mine:net", "model.options={}")
+    try:
+        assert may_be_forked(unset)
+        forked = run(*words, "--run", "forked", cwd=tmp_path, env=unset)
+    finally:
+        preloaded._server.cache_clear()
+    anew = run(*words, "--run", "anew", cwd=tmp_path, env=unset, anew=True)
+    told = set(re.findall(r"rank \d, \w+, threads: \d+", anew))
+    assert told == set(re.findall(r"rank \d, \w+, threads: \d+", forked))
+    threads = max(1, usable_cores() // 2)
+    assert told == {f"rank {rank}, {where}, threads: {threads}" for rank in (0, 1) for where in ("forward", "backward")}
+    assert fingerprint(tmp_path / "forked", ranks=2) == fingerprint(tmp_path / "anew", ranks=2)

@@ -5,7 +5,6 @@ For models with an operation that has no rule for rows of a batch, so that the c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,10 +41,7 @@ def mix_among_themselves(
     for (own_args, own_kwargs), calls in zip(_halves_and_both(args, kwargs, samples), called, strict=True):
         with _from(before, model), calls:
             found.append(_numbers_of(run(*own_args, **own_kwargs)))
-    own_args, own_kwargs = changed_in_last_bit(args, kwargs, samples)
-    with _from(before, model):
-        rounding = rounding_of(found[0], _numbers_of(run(*own_args, **own_kwargs)))
-    mixed = [_is_mixed(*leaves, rounding) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
+    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
     return any(mixed) or any(_call_mixes(*calls) for calls in zip(*_matched([each.calls for each in called]), strict=False))
 
 
@@ -116,46 +112,43 @@ def _numbers_of(output: Any) -> list[Any]:
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
 
 
-def _is_mixed(first: Any, second: Any, both: Any, rounding: float) -> bool:
+def _is_mixed(first: Any, second: Any, both: Any) -> bool:
     """Whether the result for both halves is neither their results concatenated nor the result of each half.
 
     A mean over all samples counts as mixed.
     """
     if not isinstance(first, Tensor):
         return False
-    return _apart(first, second, both, 0 if first.ndim and len(both) == 2 * len(first) else None, rounding)
+    return _apart(first, second, both, 0 if first.ndim and len(both) == 2 * len(first) else None)
 
 
-def _apart(first: Tensor, second: Tensor, both: Tensor, dim: int | None, rounding: float = 0.0) -> bool:
+def _apart(first: Tensor, second: Tensor, both: Tensor, dim: int | None) -> bool:
     """Whether `both` differs from the halves concatenated along `dim`, or, with `dim` None, from either half."""
     count = 0 if dim is None else first.shape[dim]
     found = (both, both) if dim is None else (both.narrow(dim, 0, count), both.narrow(dim, count, count))
-    apart = [differ(half, some, rounding) for half, some in zip((first, second), found, strict=True)]
+    apart = [differ(half, some) for half, some in zip((first, second), found, strict=True)]
     return any(apart)  # no short cut: comparing is collective
 
 
 def differ(alone: Any, among_all: Any, rounding: float = 0.0) -> bool:
     """Whether two outputs differ by more than rounding.  rounding: of this model, as `rounding_of` finds it."""
-    tolerance = TOLERANCE.get(alone.dtype, 0.01) if isinstance(alone, Tensor) else 0.0
-    return _difference(alone, among_all) > max(tolerance, rounding)
-
-
-def _difference(alone: Any, among_all: Any) -> float:
-    """The largest difference of two outputs relative to the largest number of the first; infinite where shapes differ."""
     if not isinstance(alone, Tensor) or not alone.is_floating_point():
-        return 0.0
+        return False
     if alone.shape != among_all.shape:
-        return math.inf
+        return True
+    apart, largest = _largest(alone, among_all)
+    return not bool(apart <= max(TOLERANCE.get(alone.dtype, 0.01), rounding) * largest)
+
+
+def _largest(alone: Any, among_all: Any) -> tuple[Tensor, Tensor]:
+    """The largest difference of two outputs of one shape, and the largest number of the first; both 0-d."""
     if type(alone) is TiledTensor:
         alone, among_all = alone.local, to_layout(among_all, alone.tile_layout)
-    if not alone.numel():
-        return 0.0
     alone = alone.detach()
+    if not alone.numel():
+        return alone.new_zeros(()), alone.new_zeros(())
     apart = (alone - among_all).abs().masked_fill((alone == among_all) | alone.isnan() & among_all.isnan(), 0)
-    most, largest = (value.max().item() for value in (apart, alone.nan_to_num(0, 0, 0).abs()))
-    if not most:
-        return 0.0
-    return most / largest if largest and not math.isnan(most) else math.inf
+    return apart.max(), alone.nan_to_num(0, 0, 0).abs().max()
 
 
 def changed_in_last_bit(args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> tuple[tuple, dict]:
@@ -178,9 +171,13 @@ def rounding_of(output: Any, changed: Any) -> float:
 
     At most the root of the precision: larger ones hide too much, so that samples are taken as mixed.
     """
-    pairs = zip(tree_leaves(output), tree_leaves(changed), strict=True)
-    found = [(_difference(leaf, other), leaf) for leaf, other in pairs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return max((min(AMPLIFIED * apart, torch.finfo(_dtype_of(leaf)).eps ** 0.5) for apart, leaf in found), default=0.0)
+    found = 0.0
+    for leaf, other in zip(tree_leaves(output), tree_leaves(changed), strict=True):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == other.shape:
+            apart, largest = (value.item() for value in _largest(leaf, other))
+            most = torch.finfo(_dtype_of(leaf)).eps ** 0.5
+            found = max(found, min(AMPLIFIED * apart, most * largest) / largest if largest else 0.0)
+    return found
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
