@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import on_gpu_alone
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import widefield as wf
@@ -186,16 +186,29 @@ def drawing_in_another_memory_format(mesh, *layers):
     return "drawn"
 
 
+class Attends(nn.Module):
+    """Attention of pixels to each other, whose kernel drops some or, though torch marks it as one that draws, none."""
+
+    def __init__(self, dropped: float) -> None:
+        super().__init__()
+        self.dropped = dropped
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropped)
+
+
 @pytest.mark.parametrize(
     ("layers", "is_refused"),
     [
         ([nn.Dropout(0.5)], True),
+        ([Attends(0.5)], True),
+        ([Attends(0.0)], False),
         ([nn.Flatten(2), nn.Dropout(0.5)], True),
         ([nn.Dropout2d(0.5)], False),
         ([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5)], False),
         ([nn.ReLU()], False),
     ],
-    ids=["of an image", "of rows of pixels", "of channels", "of features", "none"],
+    ids=["of an image", "of attention", "none of attention", "of rows of pixels", "of channels", "of features", "none"],
 )
 def test_weights_in_channels_last_and_chance_for_images_are_refused(layers, is_refused):
     """FSDP2 makes weights row-major, and a convolution's pixels lie as they do: one device's masks would be others'."""

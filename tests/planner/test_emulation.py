@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from widefield.config import parse_config
@@ -139,6 +140,22 @@ def test_copies_of_a_model_that_draws_share_its_batch():
         return [event.signature[1][0][1] for event in step.operations if "bernoulli" in event.name]
 
     assert drawn(nn.Dropout(0.5)) == [(4, 4, 30, 30)] and drawn(nn.Identity()) == []
+
+
+def test_attention_that_drops_nothing_does_not_draw():
+    """Torch's tag says that its kernels draw, and a rank that draws asks the others how many samples they have."""
+
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def sent(layer: nn.Module) -> Counter:
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+        step = record("mesh.replicate=2", ranks=2, on_cpu=False, given=given_model(net))
+        return Counter((message.kind, message.bytes) for message in step.messages)
+
+    asked = ("all_gather", 24)
+    assert asked not in sent(Attends()) and sent(nn.Dropout(0.5))[asked] == 1
 
 
 @pytest.mark.long

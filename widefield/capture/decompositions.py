@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from widefield.capture.ir import Graph, Node, Value
+from widefield.private_torch.dispatcher import schema_of
 from widefield.rules import COMPOSED, Local, Meta, Reduced
 from widefield.tiled import sync_batch_norm as normalization  # noqa: F401  it registers an operation
 from widefield.tiled.dispatch import load_rules
@@ -50,6 +51,23 @@ def _(image: Tensor, lower: float, upper: float) -> Tensor:
 
 DRAWS = {torch.ops.widefield.dropout_mask.default, torch.ops.widefield.rrelu_noise.default}
 """Random operators of widefield; custom operators do not have torch's tag for them."""
+
+
+def draws_numbers(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation draws random numbers.  Attention that drops nothing draws none, though torch's tag says it does."""
+    if func in DRAWS:
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    return argument_of(func, args, kwargs, "dropout_p") != 0.0
+
+
+def argument_of(func: Any, args: tuple, kwargs: dict, name: str) -> Any:
+    """What an operation is given for the argument of that name; its default where it is given none, None where it has none."""
+    for place, argument in enumerate(schema_of(func).arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def _dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:

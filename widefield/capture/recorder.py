@@ -19,7 +19,7 @@ from widefield.capture.autograd_gaps import (
     with_gradient_of_gamma,
     with_zero_gradient,
 )  # fmt: skip
-from widefield.capture.decompositions import DECOMPOSITIONS, DRAWS
+from widefield.capture.decompositions import DECOMPOSITIONS, DRAWS, argument_of, draws_numbers
 from widefield.capture.fake_parameters import tensors_of
 from widefield.capture.ir import Node, Value
 from widefield.capture.python_watch import PythonWatch
@@ -365,19 +365,15 @@ def _drawn(op: Any, strides: tuple[int, ...], like: Tensor, *args: Any, **kwargs
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers.  NotImplementedError: attention that applies dropout in its kernel."""
-    if func in DRAWS:
-        return True
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+    if not draws_numbers(func, args, kwargs):
         return False
-    if not schema_of(func).name.startswith("aten::_scaled_dot_product"):
-        return True
-    named = {argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
-    if named.get("dropout_p"):
+    if "_scaled_dot_product" in str(func):
+        dropped = argument_of(func, args, kwargs, "dropout_p")
         raise NotImplementedError(
-            f"{func} drops {named['dropout_p']:.0%} of the attention inside of one kernel, whose draws cannot be had "
-            "again; stream it with torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or without dropout"
+            f"{func} drops {dropped:.0%} of the attention inside of one kernel, whose draws cannot be had again; stream it "
+            "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or without dropout"
         )
-    return False
+    return True
 
 
 def _copied(like: Tensor, source: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from widefield.capture.decompositions import DRAWS
+from widefield.capture.decompositions import draws_numbers
 from widefield.parallel.strategies._forward_route import Compiled
 from widefield.parallel.strategies._forward_state import random_states
 from widefield.private_torch.dispatcher import TorchDispatchMode
@@ -77,7 +77,7 @@ class _Look(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags or func in DRAWS:
+        if draws_numbers(func, args, kwargs or {}):
             for leaf in tree_leaves((args, made)):
                 if isinstance(leaf, Tensor) and leaf.ndim > 2 and sum(extent > 1 for extent in leaf.shape[1:]) > 1:
                     raise NotImplementedError(self.words)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from widefield.capture.decompositions import draws_numbers
 from widefield.data.batch import Batch
 from widefield.planner.emulation.recording import Recording
 from widefield.planner.emulation.signature import signature_of
@@ -181,7 +182,7 @@ class Emulation(TorchDispatchMode):
             return out
         if fakes and _writes_to_real_ones_alone(func, args, kwargs):
             return args[0] if schema_of(func).returns else None  # a count stays what it was
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws_numbers(func, args, kwargs):
             with disable_current_modes():
                 torch.rand(1)  # the generator moves on, which tells that the forward draws
         if func is aten.equal.default and _asks_of_ranks():
