@@ -11,8 +11,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from widefield.training.passes import Passes
 WARMUP = 3
 STEPS = 2
 GLOO_SECONDS = 1e-3
+RUNS_WORK = "pt_gloo_runloop"
+"""The name that torch gives the threads that run a group's messages."""
 
 Message = tuple[str, int, int]
 """Its kind, the bytes of this rank's input, and the number of ranks of its group."""
@@ -126,6 +129,8 @@ def _unhurried() -> Iterator[None]:
     def waits(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         found = wait(work, *args, **kwargs)
         time.sleep(GLOO_SECONDS)
+        while _gloo_runs():
+            time.sleep(GLOO_SECONDS)
         return found
 
     dist.Work.wait = waits  # type: ignore[method-assign]
@@ -133,6 +138,16 @@ def _unhurried() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = method  # type: ignore[method-assign]
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread that runs a group's messages has a core or waits for one, as on a busy machine."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # ended meanwhile
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == RUNS_WORK and rest.split()[0] == "R":
+                return True
+    return False
 
 
 @contextmanager
