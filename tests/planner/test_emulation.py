@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from widefield.config import parse_config
 from widefield.planner.emulation import CannotEmulate, emulated_step, stand_in_data, values
 from widefield.planner.step_record import StepRecord, WaitEvent
+from widefield.private_torch.dtensor import clear_sharding_prop_cache
 from widefield.training.given import Given
 
 IMAGE = (3, 32, 32)
@@ -156,6 +157,15 @@ def test_attention_that_drops_nothing_does_not_draw():
 
     asked = ("all_gather", 24)
     assert asked not in sent(Attends()) and sent(nn.Dropout(0.5))[asked] == 1
+
+
+def test_what_dtensor_tries_for_new_operations_is_no_part_of_a_step():
+    """It makes tensors of whole weights without data to learn shapes, once in a process."""
+    sharded = "mesh.shard=2", "mesh.replicate=1", "model.options.widths=[64, 64]"
+    clear_sharding_prop_cache()
+    new, known = (record(*sharded, ranks=2, on_cpu=False) for _ in range(2))
+    assert [event.name for event in new.operations] == [event.name for event in known.operations] != []
+    assert new.peak_bytes == known.peak_bytes
 
 
 @pytest.mark.long

@@ -166,6 +166,8 @@ class Emulation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.fakes.times_entered > 1:
+            return func(*args, **kwargs)  # no part of the step
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(type(tensor) not in _PLAIN for tensor in tensors):
             return NotImplemented  # a tiled tensor or a part of a gradient: its own operations come here
