@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import warnings
+import weakref
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -794,6 +795,47 @@ def taken_as_mixed(mesh) -> list[tuple]:
 
 def test_a_nets_own_rounding_is_no_mixing_of_samples():
     assert on_ranks(2, taken_as_mixed) == [ROUNDING, ROUNDING]
+
+
+class Saved:
+    """What a pass keeps for its backward."""
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, kept: Saved) -> Tensor:
+        ctx.kept = kept
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Counts(SumsOtherwise):
+    """Notes, as a pass begins, how many passes still have what they keep."""
+
+    def __init__(self, *rounding: float) -> None:
+        super().__init__(*rounding)
+        self.kept, self.most = weakref.WeakSet[Saved](), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most.append(len(self.kept))
+        kept = Saved()
+        self.kept.add(kept)
+        return super().forward(Keeps.apply(x, kept) if type(x) is Tensor else x)
+
+
+def passes_at_a_time(mesh) -> list[int]:
+    model = wf.parallelize(Counts(3e2, torch.finfo(torch.float32).eps), mesh)
+    x = torch.rand(3, 3, 5, 4, requires_grad=True)
+    model(x)
+    return model.most
+
+
+def test_of_the_passes_that_look_for_mixed_samples_one_at_a_time_holds_its_activations():
+    alone, among_all, changed, real = on_ranks(2, passes_at_a_time)[0]
+    assert alone == among_all == changed == real == 0
 
 
 FIRST = (torch.arange(4) < 1)[:, None, None, None]

@@ -40,7 +40,7 @@ def mix_among_themselves(
     found, called = [], [_Unknown(), _Unknown(), _Unknown()]
     for (own_args, own_kwargs), calls in zip(_halves_and_both(args, kwargs, samples), called, strict=True):
         with _from(before, model), calls:
-            found.append(_numbers_of(run(*own_args, **own_kwargs)))
+            found.append(numbers_of(run(*own_args, **own_kwargs)))
     mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
     return any(mixed) or any(_call_mixes(*calls) for calls in zip(*_matched([each.calls for each in called]), strict=False))
 
@@ -107,7 +107,7 @@ def _as_it_is(leaf: Any) -> Any:
     return leaf
 
 
-def _numbers_of(output: Any) -> list[Any]:
+def numbers_of(output: Any) -> list[Any]:
     """The leaves of an output, detached."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
 
@@ -166,13 +166,13 @@ def changed_in_last_bit(args: tuple, kwargs: dict, samples: Sequence[Tensor]) ->
     return tree_map(changed, args), tree_map(changed, kwargs)
 
 
-def rounding_of(output: Any, changed: Any) -> float:
-    """The relative difference that rounding may make of a model's outputs: from those for samples changed in their last bit.
+def rounding_of(output: Sequence[Any], changed: Sequence[Any]) -> float:
+    """The relative difference that rounding may make of a model's output, from that for samples changed in their last bit.
 
     At most the root of the precision: larger ones hide too much, so that samples are taken as mixed.
     """
     found = 0.0
-    for leaf, other in zip(tree_leaves(output), tree_leaves(changed), strict=True):
+    for leaf, other in zip(output, changed, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == other.shape:
             apart, largest = (value.item() for value in _largest(leaf, other))
             most = torch.finfo(_dtype_of(leaf)).eps ** 0.5

@@ -34,6 +34,7 @@ from widefield.parallel.strategies._sample_probe import (
     changed_in_last_bit,
     differ,
     mix_among_themselves,
+    numbers_of,
     rounding_of,
     writes_without_samples,
 )
@@ -126,13 +127,15 @@ class SharedForward:
             if self._on_any_rank(failed is not None):  # copies differ in how many samples they have, and so in their tiles
                 raise failed or NotImplementedError("another copy of the model cannot run on its samples, and says why")
             refuse_hidden(model, output, "returns")
-            self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
+            numbers = numbers_of(output)
+            del output  # one pass at a time holds its activations
+            self.rows_each[model.training] = self._rows_each(numbers, len(_samples_in(args, kwargs)[0]))
             meets, statistics = self._on_any_rank(before.has_changed(by_value=True)), _statistics(model)
             before.restore()
             self.free_writes[model.training] = frozenset()
             if meets:
                 meets = not self._writes_alike(model, run, args, kwargs, before)
-            self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics), before)
+            self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, [*numbers, *statistics], before)
             before.restore()
 
     def _writes_alike(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, before: ForwardState) -> bool:
@@ -182,16 +185,16 @@ class SharedForward:
             ) from error
         return bool(found.item())
 
-    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: Any, before: ForwardState) -> bool:
+    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: list[Any], before: ForwardState) -> bool:
         """Whether samples of several copies interact, on any copy: seen in operations on rows, or in their outputs.
 
-        made: the output of this copy alone, and the statistics of its BatchNorms, which show a scale that outputs hide.
+        made: the output of this copy alone and the statistics of its BatchNorms, which show a scale that outputs hide, detached.
         before: the state in which the model made it.
         """
         watch = SampleMixingWatch(self.mesh.grid_of_rows())
         try:
             with watch:
-                among_all = self._run(model, run, args, kwargs), _statistics(model)
+                among_all = [*numbers_of(self._run(model, run, args, kwargs)), *_statistics(model)]
         except NotImplementedError:  # raised on every rank, before any message
             mixes = self._mix_among_themselves(model, run, args, kwargs) or bool(watch.found)
             return self._on_any_rank(mixes and not is_inactive(model))
@@ -199,19 +202,18 @@ class SharedForward:
             raise
         except Exception as error:
             raise self._refusal(model, error) from error
-        pairs = list(zip(tree_leaves(made), tree_leaves(among_all), strict=True))
+        pairs, is_seen = list(zip(made, among_all, strict=True)), bool(watch.found) or self.gives_sums
         differences = [differ(alone, found) for alone, found in pairs]  # no short cut: comparing is collective
-        if self._on_any_rank(any(differences)):
+        if self._on_any_rank(any(differences) and not is_seen):
             rounding = self._rounding(model, run, args, kwargs, made, before)
             differences = [differ(alone, found, rounding) for alone, found in pairs]
-        mixes = bool(watch.found) or self.gives_sums or any(differences)
-        return self._on_any_rank(mixes and not is_inactive(model))
+        return self._on_any_rank((is_seen or any(differences)) and not is_inactive(model))
 
-    def _rounding(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: Any, before: ForwardState) -> float:
+    def _rounding(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: list, before: ForwardState) -> float:
         """What this copy makes of a change of its samples' last bits; a deep network in bfloat16 makes some per cent of it."""
         args, kwargs = changed_in_last_bit(args, kwargs, _samples_in(args, kwargs))
         before.restore()
-        return rounding_of(made, (run(*args, **kwargs), _statistics(model)))
+        return rounding_of(made, [*numbers_of(run(*args, **kwargs)), *_statistics(model)])
 
     def _mix_among_themselves(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
         """Whether this copy's samples interact; NotImplementedError, on every rank: on some copy that cannot be decided."""
