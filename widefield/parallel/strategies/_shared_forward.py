@@ -188,7 +188,7 @@ class SharedForward:
     def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: list[Any], before: ForwardState) -> bool:
         """Whether samples of several copies interact, on any copy: seen in operations on rows, or in their outputs.
 
-        made: the output of this copy alone and the statistics of its BatchNorms, which show a scale that outputs hide, detached.
+        made: this copy's own output and statistics of BatchNorms, which show a scale that outputs hide; without history.
         before: the state in which the model made it.
         """
         watch = SampleMixingWatch(self.mesh.grid_of_rows())
