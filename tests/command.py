@@ -50,6 +50,8 @@ def run(*arguments: str | Path, status: int = 0, seconds: float = 300, **options
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
         process.kill()
+        process.wait()
+        process.stdout.close()
         raise
     assert process.returncode == status, f"ended with {process.returncode}, not {status}:\n{output}"
     return output
