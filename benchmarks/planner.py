@@ -117,6 +117,7 @@ def _result(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "conditions": _conditions(),
         "cases": f"{len({row['case'] for row in ran})} run, {len(rows) - len(ran)} refused, of {len(all_cases())}",
         "memory": summary(peaks),
+        "refusals that differ": [row["case"] for row in rows if isinstance(row.get("refused"), dict)],
         "gates that do not hold": Gates().failures(peaks),
         "messages that differ": [row["case"] for row in ran if row.get("messages")],
         "FLOPs that differ": [row["case"] for row in ran if len(set(row.get("flops", [0]))) > 1],
