@@ -19,22 +19,12 @@ FakeTensorMode = fake.FakeTensorMode
 
 
 class EmulatedFakeMode(fake.FakeTensorMode):
-    """torch's fake tensors where a program runs on them as if they were real, and is not being captured.
+    """torch's fake tensors where a program runs on them as if they were real, and is not being captured."""
 
-    times_entered: torch enters an active mode once more to learn shapes, as DTensor does for operations that are new to it.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.times_entered = 0
-
-    def __enter__(self) -> Any:
-        self.times_entered += 1
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.times_entered -= 1
-        super().__exit__(*error)
+    @property
+    def learns_shapes(self) -> bool:
+        """Whether torch has entered this mode once more to learn shapes, as DTensor does for operations that are new to it."""
+        return len(self.enter_stack) > 1
 
 
 def is_captured(tensor: Any) -> bool:

@@ -152,16 +152,16 @@ def _largest(alone: Any, among_all: Any) -> tuple[Tensor, Tensor]:
 
 
 def changed_in_last_bit(args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> tuple[tuple, dict]:
-    """The arguments with samples of which each number is larger or smaller by its precision, or by that of autocast.
+    """The arguments with samples of which every other number, by chance, is nearer to zero by its precision, or by autocast's.
 
-    Samples of integers stay as they are.
+    None is larger, as a model may want numbers up to 1.  Samples of integers stay as they are.
     """
 
     def changed(leaf: Any) -> Any:
         if not any(leaf is sample for sample in samples) or not leaf.is_floating_point():
             return leaf
-        signs = torch.randint(2, leaf.shape, generator=torch.Generator(leaf.device).manual_seed(0), device=leaf.device) * 2 - 1
-        return leaf + leaf.detach() * signs * torch.finfo(_dtype_of(leaf)).eps
+        chosen = torch.randint(2, leaf.shape, generator=torch.Generator(leaf.device).manual_seed(0), device=leaf.device)
+        return leaf - leaf.detach() * chosen * torch.finfo(_dtype_of(leaf)).eps
 
     return tree_map(changed, args), tree_map(changed, kwargs)
 
