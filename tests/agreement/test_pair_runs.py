@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from agreement.failures import wait_for_failure
 from agreement.replicas_by_hand import ByHand
 from command import DIGITS, record, wait_for_step
 from command import ranks_of as processes_of
@@ -183,12 +184,15 @@ def failing(mesh, folder):
     def raises(self, share, state):
         if mesh.rank == 1:
             raise ValueError("the third page is torn")
+        wait_for_failure(folder / name)
         return real(self, share, state)
 
     def nan(self, share, state):
         found = real(self, share, state)
         if mesh.rank == 0:
             found.values[0] = float("nan")
+        else:
+            wait_for_failure(folder / name)
         return found
 
     for name, gradient in (("raises", raises), ("nan", nan)):
