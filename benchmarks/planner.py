@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if {"memory", "messages", "flops"} & set(asked.what):
             _finish("planner_steps", _steps(asked), asked)
         if "time" in asked.what:
-            found = timed.compared(asked.ranks, steps=asked.steps, kernel_seconds=asked.kernel_seconds)
+            found = timed.compared(asked.ranks, steps=asked.steps, kernel_seconds=asked.kernel_seconds, turns=asked.turns)
             _finish("planner_time", {"conditions": _conditions(), **found}, asked)
     finally:
         close_all()
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plans", type=lambda text: text.split(";"), default=list(PLANS), help="; ".join(PLANS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=9, help="of all plans of a model, one after the other (9)")
     parser.add_argument("--kernel-seconds", type=float, default=15.0, help="for the own kernels of a plan; 0: not (15)")
     parser.add_argument("--save", action="store_true", help="keep the table in benchmarks/results/")
     parser.add_argument("--missing", action="store_true", help="only those steps that the table does not have yet")

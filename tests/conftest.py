@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch
 from hypothesis import settings
+from slow_cases import slow_cases, unknown
 
 settings.register_profile("widefield", deadline=None)
 settings.load_profile("widefield")
@@ -21,6 +22,14 @@ def pytest_configure() -> None:
 
 def pytest_runtest_setup() -> None:
     ranks.end_idle()
+
+
+SLOW = slow_cases()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid in SLOW:
+        item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +52,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # all tests are here
+        if gone := unknown(SLOW, {item.nodeid for item in items}):
+            raise pytest.UsageError(f"tests/slow_cases.txt lists cases that are not there; take them out: {', '.join(gone)}")
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     left_out = [item for item in of_gpu if _stays_on_the_cpu(item)]
     config.hook.pytest_deselected(items=left_out)

@@ -281,7 +281,8 @@ def test_the_example_of_a_verb_works(added, tmp_path, capsys):
 
 
 def test_the_example_of_a_strategy_is_all_that_a_new_one_takes(tmp_path):
-    shutil.copytree(ROOT / "widefield", tmp_path / "widefield", ignore=shutil.ignore_patterns("__pycache__"))
+    compiled_now = shutil.ignore_patterns("*.pyc.*")  # Python's names for what it is about to write
+    shutil.copytree(ROOT / "widefield", tmp_path / "widefield", ignore=compiled_now)
     path = "widefield/parallel/strategies/plain_average.py"
     (tmp_path / path).write_text(example(path), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -1,6 +1,7 @@
 """The promises that machines keep: floors, sizes, one string per error, types on the doors, cases in every extension."""
 
 import ast
+import functools
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,18 @@ OF_SEVERAL = {"SignalException"}
 Check = Callable[[str, str], Iterator[str]]
 
 
+@functools.cache
+def nodes_of(text: str) -> list[ast.AST]:
+    """Of a file's syntax tree; kept as long as these tests run."""
+    return list(ast.walk(ast.parse(text)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_nodes() -> Iterator[None]:
+    yield
+    nodes_of.cache_clear()
+
+
 def problems(check: Check) -> list[str]:
     return [f"widefield/{name}, line {problem}" for name, text in SOURCES.items() for problem in check(name, text)]
 
@@ -53,7 +66,7 @@ def torch_distributed(name: str, text: str) -> Iterator[str]:
     """Uses of torch.distributed where they have no place."""
     if name.startswith(MAY_SEND):
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         for module in _modules(node):
             if f"{module}.".startswith("torch.distributed."):
                 yield f"{node.lineno}: {module}"
@@ -70,7 +83,7 @@ def _modules(node: ast.AST) -> list[str]:
 
 def strings_apart(name: str, text: str) -> Iterator[str]:
     """Exceptions of several strings: a comma where the text goes on."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             args = node.exc.args
             texts = [arg for arg in args if isinstance(arg, ast.JoinedStr | ast.Tuple) or _is_text(arg)]
@@ -85,7 +98,7 @@ def _is_text(node: ast.AST) -> bool:
 
 def long_functions(name: str, text: str) -> Iterator[str]:
     most = STORIES.get(name, 40)
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > most:
@@ -115,7 +128,7 @@ RUNS_TEXT = {
 
 def code_from_files(name: str, text: str) -> Iterator[str]:
     """Ways in which what is read from a file could run; see trust.py."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         if name not in RUNS_TEXT.get(called, (name,)):
             yield f"{node.lineno}: {called}"
@@ -128,14 +141,14 @@ def code_from_files(name: str, text: str) -> Iterator[str]:
 
 def private_words(sources: dict[str, str]) -> set[str]:
     """Names with an underscore that code takes from elsewhere, as attributes or by text."""
-    nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
+    nodes = (node for text in sources.values() for node in nodes_of(text))
     return {name for node in nodes if (name := _private_attribute(node)) or (name := _private_text(node))}
 
 
 def own_words(sources: dict[str, str]) -> set[str]:
     """Names with an underscore that this package itself gives to something."""
     own: set[str] = set()
-    for node in (node for text in sources.values() for node in ast.walk(ast.parse(text))):
+    for node in (node for text in sources.values() for node in nodes_of(text)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -170,7 +183,7 @@ OLD_NAMES = {
 
 def old_names(name: str, text: str) -> Iterator[str]:
     """Classes and functions under names that only we would understand."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name.strip("_").lower() in OLD_NAMES:
             yield f"{node.lineno}: {node.name}"
 
@@ -183,24 +196,33 @@ OF_OTHERS = {
 """Names with an underscore of others than torch."""
 _ROOM = {name: text for name, text in SOURCES.items() if name.startswith("private_torch/")}
 _OTHERS = {name: text for name, text in SOURCES.items() if name not in _ROOM}
-TORCHS, OWN = private_words(_ROOM), own_words(_OTHERS)
+
+
+@functools.cache
+def torchs_words() -> set[str]:
+    return private_words(_ROOM)
+
+
+@functools.cache
+def words_of_all() -> set[str]:
+    return own_words(_OTHERS)
 
 
 def private_torch(name: str, text: str) -> Iterator[str]:
     """Underscored parts of torch outside of their room.  Names of aten's operators are none."""
     if name in _ROOM:
         return
-    own = OWN | own_words({name: text})
-    for node in ast.walk(ast.parse(text)):
+    own = words_of_all() | own_words({name: text})
+    for node in nodes_of(text):
         for module in _modules(node):
             if module.startswith("torch.") and any(map(_is_private, module.split("."))):
                 yield f"{node.lineno}: {module}"
         word, text_of = _private_attribute(node), _private_text(node)
         if word is not None and word not in OF_OTHERS:
             owner = ast.unparse(node.value)
-            if owner.startswith("torch") or word not in own or (word in TORCHS and owner != "self"):
+            if owner.startswith("torch") or word not in own or (word in torchs_words() and owner != "self"):
                 yield f"{node.lineno}: {owner}.{word}"
-        if text_of is not None and text_of in TORCHS:
+        if text_of is not None and text_of in torchs_words():
             yield f"{node.lineno}: {text_of!r}"
 
 

@@ -55,11 +55,13 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REPLAYED)
 def test_the_simulator_computes_the_same_weights_from_a_runs_log(runs, name):
     assert_close(replayed(runs / name, RUNS[name]), weights_of(runs / name))
 
 
+@pytest.mark.long
 def test_another_compression_computes_others(runs):
     """So that the replay would show what was not done."""
     for name in ("fp16", "int8", "topk"):
@@ -67,12 +69,14 @@ def test_another_compression_computes_others(runs):
         assert max(off) > 1e-9, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefix", ["", "branches, "])
 def test_all_of_the_largest_numbers_are_the_run_without_compression(runs, prefix):
     """Also where a weight is frozen, one is never used and one now and then, and running statistics are pushed."""
     assert_close(weights_of(runs / f"{prefix}all"), weights_of(runs / f"{prefix}exact"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fp16", "int8", "topk", "synchronous", "epoch"])
 def test_the_bytes_of_all_messages_are_those_of_the_formula(runs, name):
     events, numel = log_of(runs / name).events, log_of(runs / name).numel
@@ -89,6 +93,7 @@ def test_the_bytes_of_all_messages_are_those_of_the_formula(runs, name):
         assert set(pushes) == {known[name] + written_out}
 
 
+@pytest.mark.long
 def test_running_statistics_are_pushed_as_they_are(runs):
     """Branches: 8 numbers of statistics behind the gradient, and the places of what had no gradient and nothing left."""
     log = log_of(runs / "branches")
@@ -96,6 +101,7 @@ def test_running_statistics_are_pushed_as_they_are(runs):
     assert {event.bytes - topk - 8 * 8 - 8 * 10 for event in log.events if event.kind == "gradient"} <= {16, 24, 32}
 
 
+@pytest.mark.long
 def test_every_sample_is_learned_from_exactly_once(runs):
     assert set(times_learned(log_of(runs / "epoch")).values()) == {1}
     assert [line["step"] for line in record(runs / "epoch", "evaluation")] == [8, 16]
@@ -109,6 +115,7 @@ def test_a_parameter_without_a_gradient_is_absent_only_if_nothing_is_left_for_it
     assert flat.lasting((0, 3), sent) == (3,) and flat.lasting((), sent) == ()
 
 
+@pytest.mark.long
 def test_the_first_line_says_that_it_is_compressed_and_not_one_devices(runs):
     reasons = record(runs / "synchronous", "start")[-1]["reasons"]
     assert any("synchronous, compression int8" in text and "these are not one device's numbers" in text for text in reasons)

@@ -199,6 +199,7 @@ def command_of(folder, *further):
     return ["train", DIGITS, "--run", folder, *SLOW, "mesh.replicate=4", "agreement={name: server}", *further]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_code")
 def test_training_goes_on_when_a_worker_is_killed(tmp_path):
     process = start_command(*command_of(tmp_path / "run"))

@@ -24,6 +24,7 @@ def told_by(*options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few(range(0, 100, PART), 0, is_sweep=True))
 def test_random_programs_give_one_devices_numbers(seed):
     status, text = told_by("--seed", str(seed), "--programs", str(PART), "--gloo", "0.1", "--minutes", "8")

@@ -6,8 +6,10 @@ import os
 import socket
 
 import command
+import pytest
 
 
+@pytest.mark.long
 def test_ranks_remove_their_folders_without_a_launcher(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]

@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -81,10 +81,14 @@ def planned_seconds(case: TruthCase, cluster: Cluster, kernels: OwnKernels | Non
 
 
 def measured_in_turns(cases: Sequence[TruthCase], steps: int) -> Iterator[dict[TruthCase, list[float] | str]]:
-    """The seconds of so many steps of each case, all cases in turn, as often as asked for; those that fail are tried once."""
+    """The seconds of so many steps of each case, all cases in turn, as often as asked for; those that fail are tried once.
+
+    Every other turn begins with the last case: what a machine does in the course of minutes then favours none.
+    """
     failed: dict[TruthCase, list[float] | str] = {}
-    while True:
-        found = {case: failed.get(case) or measured_seconds(case, steps) for case in cases}
+    for turn in itertools.count():
+        order = cases if turn % 2 == 0 else cases[::-1]
+        found = {case: failed.get(case) or measured_seconds(case, steps) for case in order}
         failed |= {case: seconds for case, seconds in found.items() if isinstance(seconds, str)}
         yield found
 
@@ -96,7 +100,7 @@ def compared(
     nets: Sequence[str] = HOLD_OUT,
     plans: Sequence[str] = CHOICES,
     kernel_seconds: float = 0.0,
-    turns: int = 3,
+    turns: int = 9,
 ) -> dict[str, Any]:
     """Every model under every plan: seconds, errors, and of each model the agreement of the orders and the regret.
 
@@ -141,13 +145,48 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Other programs, of this machine or of others on the same host, only ever slow a step.
     """
     done = [row for row in rows if "quietest turn" in row and not isinstance(row["planned seconds"], str)]
-    return {key: _judged(done, key) for key in ("measured seconds", "quietest turn")} if done else {}
+    found = {key: _judged(done, key) for key in ("measured seconds", "quietest turn")} if done else {}
+    if not done or len(done[0]["turn by turn"]) < 2:
+        return found
+    return found | {
+        "Kendall's tau of pairs that the turns tell apart": _mean_by_net(done, tau_of_pairs_told_apart),
+        "the same, one half of the turns beside the other": {
+            "Kendall's tau, mean": _mean_by_net(done, lambda rows: kendall_tau(_halves(rows))),
+            "regret, mean": _mean_by_net(done, lambda rows: regret(_halves(rows))),
+        },
+    }
+
+
+def _rows_by_net(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    by_net: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_net.setdefault(row["case"].split(", ")[0], []).append(row)
+    return by_net
+
+
+def _mean_by_net(rows: Sequence[dict[str, Any]], of_net: Callable[[list[dict[str, Any]]], float]) -> float | None:
+    found = [of_net(rows) for rows in _rows_by_net(rows).values() if len(rows) > 1]
+    return statistics.mean(found) if found else None
+
+
+def _halves(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Of each plan the medians of every other turn and of those between: how well could these turns judge a perfect planner?"""
+    return [(statistics.median(row["turn by turn"][::2]), statistics.median(row["turn by turn"][1::2])) for row in rows]
+
+
+def tau_of_pairs_told_apart(rows: Sequence[dict[str, Any]]) -> float:
+    """Kendall's tau of those pairs of plans whose seconds, turn by turn, differ by more than twice the error of their mean."""
+    signs = []
+    for one, other in combinations(rows, 2):
+        ratios = [math.log(a / b) for a, b in zip(one["turn by turn"], other["turn by turn"], strict=True)]
+        mean = statistics.mean(ratios)
+        if len(ratios) > 1 and abs(mean) > 2 * statistics.stdev(ratios) / math.sqrt(len(ratios)):
+            signs.append(_sign(mean) * _sign(one["planned seconds"] - other["planned seconds"]))
+    return sum(signs) / len(signs) if signs else 0.0
 
 
 def _judged(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
-    by_net: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        by_net.setdefault(row["case"].split(", ")[0], []).append((row[key], row["planned seconds"]))
+    by_net = {net: [(row[key], row["planned seconds"]) for row in of_net] for net, of_net in _rows_by_net(rows).items()}
     errors = sorted(abs(planned / real - 1) for pairs in by_net.values() for real, planned in pairs)
     orders = {
         net: {"Kendall's tau": kendall_tau(pairs), "regret": regret(pairs)} for net, pairs in by_net.items() if len(pairs) > 1
