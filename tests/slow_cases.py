@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 LIST = Path(__file__).with_suffix(".txt")
-SECONDS = 1.5
+SECONDS = 1.0
 """From which a case is slow."""
 
 

@@ -58,6 +58,7 @@ def sentences(output: str) -> list[str]:
     return [line for line in output.splitlines() if "img/s" not in line]
 
 
+@pytest.mark.long
 def test_its_status_and_output_are_its_own(tmp_path):
     process = start("train", DIGITS, "optimizer.name=sdg", cwd=tmp_path)
     assert isinstance(process, PreloadedCommand) and process.pid not in (os.getpid(), os.getppid())

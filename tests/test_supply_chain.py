@@ -105,6 +105,7 @@ def test_secrets_are_left_out_of_texts_and_nothing_else_is(text, hidden):
     assert redacted(hidden, environment) == hidden and HIDDEN == "***"
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_run_its_report_and_its_logs_hold_no_secret(tmp_path):
     """Of a run that ends well, and of one whose own code fails with a secret in its message."""

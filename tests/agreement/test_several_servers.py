@@ -112,12 +112,14 @@ def test_several_synchronous_servers_compute_what_one_does(one, several, name):
         assert evaluations[0] == evaluations[1] and len(evaluations[0]) == (3 if name == "branches" else 1)
 
 
+@pytest.mark.long
 def test_several_synchronous_servers_are_data_parallel_training(several):
     expected, weights = one_device(["data.batch_size=200"])
     assert losses(several / "2" / "synchronous") == pytest.approx(expected, rel=1e-12, abs=0)
     assert_close(weights_of(several / "2" / "synchronous"), weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("servers", [1, 3])
 def test_a_run_goes_on_with_another_number_of_servers(several, tmp_path, servers):
     """AdamW's state too: the log of both parts is one run's."""
@@ -129,6 +131,7 @@ def test_a_run_goes_on_with_another_number_of_servers(several, tmp_path, servers
     assert_close(replayed(folder, settings), weights_of(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ONE if name.startswith("overlap")])
 def test_weights_that_are_fetched_ahead_are_those_of_the_log(one, name):
     folder = one / name
@@ -141,6 +144,7 @@ def test_weights_that_are_fetched_ahead_are_those_of_the_log(one, name):
     assert max(staleness_of(folder)) >= 1  # its own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("servers", "name"), [(2, "asynchronous"), (2, "overlap"), (3, "asynchronous")])
 def test_the_bytes_of_all_weights_and_gradients_are_those_of_the_formula(several, servers, name):
     log = log_of(several / str(servers) / name)
@@ -225,6 +229,7 @@ def backed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BACKUP)
 def test_late_gradients_are_dropped_and_their_samples_are_handed_out_again(backed, name):
     folder = backed / name

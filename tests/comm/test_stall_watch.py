@@ -92,6 +92,7 @@ def _sleep(store: dist.Store) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_rank_that_runs_on_in_a_step_without_an_end_is_named_and_one_whose_passes_go_on_is_not():
     """It loops in Python, so its line changes; the other waits for it.  It may do so for (1 + SPINS) x 2 s."""
     told = on_ranks(2, _one_spins)

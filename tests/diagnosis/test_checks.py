@@ -77,6 +77,7 @@ def checked_on_ranks(mesh: Mesh, folder: str) -> tuple[str, dict]:
     return str(found), found.to_tree()
 
 
+@pytest.mark.long
 def test_ranks_all_get_the_same_and_are_compared_with_one(tmp_path):
     (text, tree), (other, _) = on_ranks(2, checked_on_ranks, str(tmp_path))
     assert text == other and list(tmp_path.iterdir()) == []

@@ -70,6 +70,7 @@ def test_from_python_it_is_the_same(tmp_path):
         wf.doctor(LOGS / "killed.log", cluster="8xH100")
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_ranks_of_its_own_are_compared(tmp_path):
     text = run("doctor", "digits", "mesh.replicate=2", "--run", tmp_path / "run", cwd=tmp_path)

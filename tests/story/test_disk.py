@@ -329,6 +329,7 @@ def test_files_that_the_kernel_cuts_off_end_no_training(tmp_path, limit):
     assert (folder / "checkpoints/step_00000002").is_dir()
 
 
+@pytest.mark.long
 def test_a_terminal_that_takes_no_more_ends_no_training(tmp_path):
     command = [sys.executable, "-m", "widefield", "train", DIGITS, "--run", str(tmp_path / "run"), *SHORT]
     with open("/dev/full", "w") as full:
