@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 from hypothesis import settings
-from slow_cases import slow_cases, unknown
+from slow_cases import slow_cases, unknown, without_quick_case
 
 settings.register_profile("widefield", deadline=None)
 settings.load_profile("widefield")
@@ -55,6 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # all tests are here
         if gone := unknown(SLOW, {item.nodeid for item in items}):
             raise pytest.UsageError(f"tests/slow_cases.txt lists cases that are not there; take them out: {', '.join(gone)}")
+        quick = {one.nodeid for one in items if not one.get_closest_marker("long") and not one.get_closest_marker("gpu")}
+        if emptied := without_quick_case(SLOW, quick):
+            raise pytest.UsageError(f"tests/slow_cases.txt leaves no quick case of {', '.join(emptied)}; take one out of it")
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     left_out = [item for item in of_gpu if _stays_on_the_cpu(item)]
     config.hook.pytest_deselected(items=left_out)

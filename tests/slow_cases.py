@@ -46,6 +46,11 @@ def unknown(listed: Collection[str], collected: Collection[str]) -> list[str]:
     return sorted(set(listed) - set(collected))
 
 
+def without_quick_case(listed: Collection[str], quick: Collection[str]) -> list[str]:
+    """Tests with listed cases and none that is quick."""
+    return sorted({name.partition("[")[0] for name in listed} - {name.partition("[")[0] for name in quick})
+
+
 def main(logs: list[str]) -> None:
     seconds: dict[str, float] = {}
     for log in logs:

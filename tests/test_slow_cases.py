@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slow_cases import chosen, seconds_of, slow_cases, unknown
+from slow_cases import chosen, seconds_of, slow_cases, unknown, without_quick_case
 
 LOG = """
 3.00s call     tests/a.py::test_of_three[the first]
@@ -23,6 +23,10 @@ def test_of_each_test_the_quickest_case_stays():
 
 def test_a_listed_case_that_is_gone_is_named():
     assert unknown(["a[1]", "b[1]"], ["a[1]", "a[2]"]) == ["b[1]"]
+
+
+def test_a_test_of_which_no_quick_case_is_left_is_named():
+    assert without_quick_case(["a[1]", "b[1]"], ["a[2]", "c[1]"]) == ["b"]
 
 
 def test_listed_are_cases_of_tests_with_several():
