@@ -17,10 +17,10 @@ from ranks import on_ranks
 from torch import nn
 
 import widefield as wf
-from widefield.comm.link_times import seconds_of_meetings
+from widefield.comm.link_times import cpu_share_of_sums, seconds_of_meetings
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes, convolution_form
-from widefield.planner.machines import cluster_of
+from widefield.planner.machines import cluster_of, timing
 from widefield.planner.machines.calibrate import NO_SHEET, _fitted, gpu_host_seconds, host_seconds, local_messages
 from widefield.planner.machines.calibration import (
     Calibration,
@@ -31,11 +31,12 @@ from widefield.planner.machines.calibration import (
     write_calibration,
 )
 from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
-from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution
+from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution, spec
 from widefield.planner.machines.gpu_calls import gpu_function
 from widefield.planner.machines.own_kernels import OwnKernels
-from widefield.planner.machines.signature import call_of
+from widefield.planner.machines.signature import Call, call_of
 from widefield.planner.machines.timing import measure_signatures
+from widefield.planner.step_record import OpEvent
 
 CPU = torch.device("cpu")
 
@@ -288,6 +289,44 @@ def test_the_hosts_share_of_operations_and_messages_counts_on_a_cpu():
     assert step.parts["communication"] == pytest.approx(100, rel=1e-6)
 
 
+def test_zero_has_a_host_share_for_each_weight_tensor():
+    """A third for each gathering and for the scattering; what is split out of a gathered whole goes with it."""
+    weights, rest = (spec((8,), "float32"),) * 5, (1, 2)
+    names = ("fsdp.all_gather_copy_in.default", "fsdp.split_with_sizes_copy.default", "fsdp.chunk_cat.default")
+    events = [OpEvent(name, "forward", "", (name, (weights, *rest), ()), 0.0, 40, 40, "float32") for name in names]
+    plain, shared = (
+        [OpTimes(cluster_of("cpu:2", calibration=own)).of(one).seconds for one in events]
+        for own in (calibration(), calibration(zero_host_seconds=3.0))
+    )
+    assert [b - a for a, b in zip(plain, shared, strict=True)] == pytest.approx([5.0, 0.0, 5.0])
+
+
+def test_only_the_first_operand_of_a_timed_kernel_is_in_the_caches():
+    """In a step the operation before has just written it."""
+    order = []
+
+    class Watched(torch.Tensor):
+        def sum(self):
+            order.append(self.label)
+
+    def watched(name):
+        found = torch.ones(2).as_subclass(Watched)
+        found.label = name
+        return found
+
+    first, other = watched("first"), watched("other")
+    call = Call(lambda *_: order.append("call"), (first, other), {})
+    with mock.patch.object(timing, "_filler", lambda: watched("filler")):
+        timing.on_cpu(call, other=True)
+        assert order[:6] == ["filler", "first", "call"] * 2
+        order.clear()
+        timing.on_cpu(Call(lambda *_: order.append("call"), ([first, other],), {}), other=True)
+        assert order[:4] == ["filler", "call"] * 2, "a list's tensors are weights or gradients: none of them is new"
+        order.clear()
+        timing.on_cpu(call, other=False)
+        assert set(order) == {"call"}
+
+
 def test_the_maxima_of_a_pooling_lie_in_different_places():
     images = (("tensor", (2, 3, size, size), (3 * size * size, size * size, size, 1), kind) for size, kind in (
         (4, "float32"), (8, "float32"), (4, "int64"),
@@ -378,7 +417,7 @@ def test_a_machine_is_measured_with_one_thread_and_with_its_own(tmp_path, monkey
         assert device.source == found.link.source == "measured on this machine"
         assert 1e8 < device.peak_flops("float32") < 1e14 and 1e8 < found.link.bytes_per_second < 1e12
         assert found.kernels and 0 < found.host_seconds < 1e-2 and 0 <= found.message_host_seconds < 0.1
-        assert 0 <= found.unevenness < 1
+        assert 0 <= found.unevenness < 1 and 0 < found.message_cpu_share < 2 and 0 < found.zero_host_seconds < 1e-2
 
 
 def test_ranks_that_compute_longer_are_timed_as_such():
@@ -386,6 +425,15 @@ def test_ranks_that_compute_longer_are_timed_as_such():
     (_, first), (short, waited), (long, _) = on_ranks(2, _meetings)[0]
     assert 0.004 < short < 0.02 and 2.5 * short < long < 6 * short
     assert 0 < first < 1 and 0 < waited < 1
+
+
+def test_the_share_of_a_message_in_which_its_thread_computes():
+    (share, again) = on_ranks(2, _cpu_share)
+    assert share == again and 0 < share < 2
+
+
+def _cpu_share(mesh):
+    return cpu_share_of_sums(2**20, group=mesh.group, rounds=10)
 
 
 def _meetings(mesh):

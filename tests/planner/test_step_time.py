@@ -91,6 +91,15 @@ def test_a_message_is_hidden_behind_what_runs_beside_it(text, overlaps):
     assert shown.parts["communication"] == pytest.approx(needed, abs=launches)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_messages_slow_the_computation_by_the_share_that_was_measured(share):
+    cluster = cluster_of("cpu:2")
+    cluster = replace(cluster, calibration=Calibration({}, cluster.device, CPU_LINK, message_cpu_share=share))
+    sent, long = message("send", GB, (0, 1), 1, peer=1), op(size=100 * GB)
+    hidden, alone = (step_time([record(events, ranks=2)], cluster) for events in ([sent, long, WaitEvent(1)], [long]))
+    assert hidden.seconds - alone.seconds == pytest.approx(share * within("send", GB, 2, cluster.inside), rel=1e-3)
+
+
 def uneven(text: str, unevenness: float, **more):
     """A cluster whose measured ranks are so uneven; operations and messages have no host's share."""
     cluster = cluster_of(text)

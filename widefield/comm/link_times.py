@@ -66,6 +66,22 @@ def seconds_of_meetings(
     return found
 
 
+def cpu_share_of_sums(size: int, *, group: dist.ProcessGroup, rounds: int = 50) -> float:
+    """Of the seconds of a sum of `size` bytes over ranks of a CPU, those that other threads of a rank than this one compute.
+
+    The mean over the ranks: 1 where a message keeps a core busy as long as it is under way.
+    """
+    numbers = torch.ones(size // 4)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    began, all_threads, own = time.perf_counter(), time.process_time(), time.thread_time()
+    for _ in range(rounds):
+        _ended(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True))
+    busy = time.process_time() - all_threads - (time.thread_time() - own)
+    share = torch.tensor(busy / (time.perf_counter() - began), dtype=torch.float64)
+    dist.all_reduce(share, group=group)
+    return float(share) / group.size()
+
+
 def _message(kind: str, numbers: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], None], int]:
     """A function that sends one message and waits for it, and the bytes of its input."""
     whole, part = torch.ones(numbers, device=device), torch.ones(numbers // group.size(), device=device)

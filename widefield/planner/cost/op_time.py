@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from widefield.planner.cost.gpu_kernels import convolution_flops, least_seconds, tensors_of
@@ -36,6 +36,9 @@ CONVERTED = 2.5
 """Passes of a convolution on tensor cores over an image with its channels first: to channels last, itself, and back."""
 FEW_NUMBERS = 20480
 """Up to so many, not counting the last dim, an image alone is not oneDNN's (ConvParams::use_mkldnn of torch)."""
+ZERO_KERNELS = ("fsdp.all_gather_copy_in", "fsdp.chunk_cat")
+ZERO_TIMES = 3
+"""A step of ZeRO-3 gathers each weight twice and scatters its gradient once."""
 WITHOUT_KERNEL = ("aten.empty", "aten.new_empty")
 """They give memory and write nothing."""
 
@@ -61,6 +64,7 @@ class OpTimes:
     def __init__(self, cluster: Cluster, precision: str | None = None) -> None:
         self.device, self.precision = cluster.device, precision
         calibration = cluster.calibration
+        self.zero_host_seconds = 0.0 if calibration is None else calibration.zero_host_seconds
         self.kernels = {} if calibration is None else calibration.kernels
         least = 0.0 if self.device.is_cpu else SHORT_SECONDS
         self.neighbours = _by_operation(row for row in self.kernels.values() if row.seconds >= least)
@@ -69,7 +73,8 @@ class OpTimes:
     def of(self, event: OpEvent) -> Timed:
         key = (event.signature, event.flops, event.bytes_read + event.bytes_written)
         if key not in self.known:
-            self.known[key] = self._time(event)
+            timed = self._time(event)
+            self.known[key] = replace(timed, seconds=timed.seconds + self._python_of_zero(event))
         return self.known[key]
 
     def _time(self, event: OpEvent) -> Timed:
@@ -82,6 +87,12 @@ class OpTimes:
         seconds = self.roofline(event.name, _flops(event), size, event.dtype, event.signature)
         efficiency = self._efficiency(event, size)
         return Timed(seconds, "roofline") if efficiency is None else Timed(seconds / efficiency, "interpolated")
+
+    def _python_of_zero(self, event: OpEvent) -> float:
+        """Of what surrounds each of the kernels of ZeRO-3's step that take a unit's weights or gradients together."""
+        if not event.name.startswith(ZERO_KERNELS):
+            return 0.0
+        return self.zero_host_seconds / ZERO_TIMES * sum(1 for _ in tensors_of(event.signature))
 
     def roofline(self, name: str, flops: float, size: int, dtype: str, signature: Hashable = None) -> float:
         """Seconds of a kernel of `flops` operations on `size` bytes, read and written."""

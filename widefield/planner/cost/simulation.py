@@ -3,7 +3,7 @@
 A rank has a host, which starts operations in their order, and a device.  On a GPU the host runs ahead: an operation starts when
 it is launched and its predecessor is done, t = max(launch, kernel), and messages run beside it.  On a CPU the host computes
 itself. A message starts when all of its ranks have reached it and the previous large one among these ranks is done; a WaitEvent
-holds its rank until it has arrived.  Messages of a CPU use the cores that compute: what overlaps slows the rank by CPU_SHARE of
+holds its rank until it has arrived.  Messages of a CPU use the cores that compute: what overlaps slows the rank by a share of
 its seconds.  Ranks of a CPU are never equally fast: the last one is the later at a meeting the longer they have computed since
 the one before, and the more of them there are (see `unevenness` in calibration.py).
 
@@ -24,8 +24,8 @@ from typing import Literal
 from widefield.planner.step_record import MessageEvent, OpEvent, StepRecord, WaitEvent
 
 Kind = Literal["compute", "message", "wait", "data"]
-CPU_SHARE = 0.5
-"""Of a message between CPU ranks, the part in which its thread computes (copies, sums, the kernel's network stack)."""
+MESSAGE_CPU_SHARE = 0.5
+"""Of a message between CPU ranks, the part in which its thread computes, where it was not measured (see Calibration)."""
 
 SMALL_BYTES = 64 * 2**10
 """Messages up to it do not wait for larger ones among the same ranks: those of statistics have a process group of their own."""
@@ -93,7 +93,7 @@ class Simulation:
 
     op_seconds, message_seconds: of an event; of a message on a rank.  launch_seconds: of the host, for each operation.
     message_host_seconds: of a CPU's host, for each message, to make and unpack it.
-    unevenness: of a CPU's ranks, as Calibration has it.
+    unevenness, message_cpu_share: of a CPU's ranks, as Calibration has them.
     on_cpu: the host computes.  spans: whether each rank's timeline is kept.
     """
 
@@ -106,13 +106,15 @@ class Simulation:
         launch_seconds: float,
         message_host_seconds: float = 0.0,
         unevenness: float = 0.0,
+        message_cpu_share: float = MESSAGE_CPU_SHARE,
         on_cpu: bool,
         spans: bool = True,
     ) -> None:
         self.clocks = {record.rank: RankClock(record) for record in records}
         self.op_seconds, self.message_seconds = op_seconds, message_seconds
         self.launch_seconds, self.message_host_seconds = launch_seconds, message_host_seconds
-        self.unevenness, self.on_cpu, self.keeps_spans = unevenness, on_cpu, spans
+        self.unevenness, self.message_cpu_share = unevenness, message_cpu_share
+        self.on_cpu, self.keeps_spans = on_cpu, spans
         self.meetings: dict[tuple, Meeting] = {}
         self.queue_free: dict[tuple, float] = defaultdict(float)
         self.members: dict[tuple[int, ...], int] = {}
@@ -220,7 +222,7 @@ class Simulation:
         late = max(0.0, min(meeting.start, meeting.end) - now)
         under_way = max(0.0, meeting.end - max(now, meeting.start))
         overlapped = max(0.0, min(now, meeting.end) - meeting.start)
-        slowed = CPU_SHARE * overlapped if self.on_cpu else 0.0
+        slowed = self.message_cpu_share * overlapped if self.on_cpu else 0.0
         clock.bubble += late
         clock.exposed += under_way + slowed
         self._span(clock, "wait", message.kind, message.phase, message.module, now, late + under_way + slowed)

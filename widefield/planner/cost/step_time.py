@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from widefield.planner.cost.message_time import MessageTimes
 from widefield.planner.cost.op_time import OpTimes, Timed
-from widefield.planner.cost.simulation import RankClock, Simulation, Span
+from widefield.planner.cost.simulation import MESSAGE_CPU_SHARE, RankClock, Simulation, Span
+from widefield.planner.machines.calibration import Calibration
 from widefield.planner.machines.cluster import Cluster
 from widefield.planner.step_record import StepRecord
 
@@ -64,13 +65,15 @@ def step_time(
     """
     _check(records, cluster)
     times, messages = OpTimes(cluster, precision), MessageTimes(cluster)
+    measured = cluster.calibration or Calibration({}, cluster.device, cluster.inside)
     simulation = Simulation(
         records,
         lambda event: times.of(event).seconds,
         lambda event, rank: messages.of(event, rank).seconds,
         launch_seconds=launch_seconds(cluster),
-        message_host_seconds=0.0 if cluster.calibration is None else cluster.calibration.message_host_seconds,
-        unevenness=0.0 if cluster.calibration is None else cluster.calibration.unevenness,
+        message_host_seconds=measured.message_host_seconds,
+        unevenness=measured.unevenness,
+        message_cpu_share=MESSAGE_CPU_SHARE if measured.message_cpu_share is None else measured.message_cpu_share,
         on_cpu=cluster.device.is_cpu,
         spans=spans,
     )

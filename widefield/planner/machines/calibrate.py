@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from widefield.comm.link_times import KINDS, message_seconds
+from widefield.comm.link_times import KINDS, cpu_share_of_sums, message_seconds
 from widefield.comm.mesh import Mesh
 from widefield.parallel.parallelize import parallelize
 from widefield.planner.machines.calibration import Calibration, Kernel, SentMessage, calibration_path, write_calibration
@@ -38,6 +38,8 @@ KERNEL_SHARE = 0.6
 """Of the seconds, for kernels; the rest is for messages."""
 SIZES = (2**10, 2**16, 2**20, 2**22, 2**24)
 """Bytes of the messages that are timed."""
+LARGE_BYTES = 2**22
+"""Of a message of which it is asked how much of its time its thread computes."""
 RANKS = (2, 4)
 NO_SHEET = "a GPU that the catalogue does not know"
 
@@ -84,11 +86,16 @@ def _messages(seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"messages of {ranks} ranks")
         sent += local_messages(ranks, sizes=SIZES, timeout_seconds=timeout)
     say("ranks that compute side by side")
-    found: dict[str, Any] = {"messages": sent, "unevenness": unevenness(timeout_seconds=timeout)}
+    found: dict[str, Any] = {
+        "messages": sent,
+        "unevenness": unevenness(timeout_seconds=timeout),
+        "message_cpu_share": message_cpu_share(timeout_seconds=timeout),
+    }
     try:
-        return found | {"message_host_seconds": message_host_seconds(timeout_seconds=timeout)}
+        found |= {"message_host_seconds": message_host_seconds(timeout_seconds=timeout)}
+        return found | {"zero_host_seconds": zero_host_seconds(timeout_seconds=timeout)}
     except RuntimeError:  # a process that has run a backward cannot be forked into one that does
-        say("the host's share of a message is not measured, and counts as none: measure in a new process")
+        say("the host's share of messages and of ZeRO is not measured, and counts as none: measure in a new process")
         return found
 
 
@@ -231,6 +238,18 @@ def _messages_on_rank(mesh: Mesh, sizes: tuple[int, ...], kinds: tuple[str, ...]
     return message_seconds(sizes, group=mesh.group, device=mesh.device, kinds=kinds)
 
 
+def message_cpu_share(*, timeout_seconds: float = 60.0) -> float:
+    """As Calibration has it, of sums over two ranks of this machine's CPU.  RuntimeError: they failed."""
+    body: Any = _cpu_share_on_rank
+    found: Any = on_own_ranks(Plan(replicate=2), body, timeout_seconds)
+    return float(found)
+
+
+def _cpu_share_on_rank(mesh: Mesh) -> float:
+    assert mesh.group is not None, "messages have two ranks or more"
+    return cpu_share_of_sums(LARGE_BYTES, group=mesh.group)
+
+
 def message_host_seconds(*, timeout_seconds: float = 60.0) -> float:
     """Of the host around one message: what a step in two tiles takes more than one on a rank, for each of its messages.
 
@@ -249,6 +268,30 @@ def _tiles_on_rank(mesh: Mesh, layers: int = 8) -> float:
     net, cut = parallelize(net, mesh), tile(image, mesh)  # type: ignore[assignment]
     tiled = step_seconds(lambda: net(cut).square().sum().backward(), runs=15)
     return max(0.0, (tiled - alone) / (5 * layers))
+
+
+def zero_host_seconds(*, timeout_seconds: float = 60.0) -> float:
+    """As Calibration has it: what a step of two ranks takes more where they share the weights than where each has all.
+
+    By the clock of the thread, which stands still while a message is under way.  RuntimeError: the ranks failed.
+    """
+    body: Any = functools.partial(_steps_on_rank, layers=40)
+    copies, shards = (on_own_ranks(plan, body, timeout_seconds) for plan in (Plan(replicate=2), Plan(shard=2)))
+    return max(0.0, float(shards) - float(copies)) / (2 * 40)  # type: ignore[arg-type]
+
+
+def _steps_on_rank(mesh: Mesh, layers: int) -> float:
+    """Seconds of a step of convolutions with a weight and a bias each."""
+    torch.manual_seed(0)
+    net = parallelize(nn.Sequential(*(nn.Conv2d(2, 2, 1) for _ in range(layers))), mesh)
+    image, optimizer = torch.rand(1, 2, 2, 2), torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        net(image).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step_seconds(step, runs=15)
 
 
 def _link(messages: Iterable[SentMessage]) -> Link:

@@ -56,8 +56,11 @@ class Calibration:
     kernels: by signature.  messages: in no order.
     host_seconds: of the Python of one operation of a module, on top of the kernel.
     message_host_seconds: of the Python around one message of a step, on top of the message.
+    zero_host_seconds: of the Python of ZeRO's gathers, scatters and sharded tensors, for each weight tensor and step.
     unevenness: in square roots of seconds.  Of two ranks that have computed for t seconds since they met, the later one
         comes unevenness * sqrt(t) after its own time, in the mean: processors are never equally fast.
+    message_cpu_share: of the seconds of a large message between CPU ranks, those in which its thread computes on each of them
+        (copies, sums, the kernel's network stack); None: not measured.
     """
 
     conditions: dict[str, str]
@@ -68,6 +71,8 @@ class Calibration:
     host_seconds: float = 0.0
     message_host_seconds: float = 0.0
     unevenness: float = 0.0
+    message_cpu_share: float | None = None
+    zero_host_seconds: float = 0.0
 
     def add(self, kernels: Iterable[Kernel]) -> None:
         self.kernels.update((kernel.signature, kernel) for kernel in kernels)
@@ -125,6 +130,8 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         described["host_seconds"],
         described.get("message_host_seconds", 0.0),
         described.get("unevenness", 0.0),
+        described.get("message_cpu_share"),
+        described.get("zero_host_seconds", 0.0),
     )
     _check(found)
     return found
@@ -136,7 +143,7 @@ def _check(found: Calibration) -> None:
     above = [device.memory_bytes, device.memory_bytes_per_second, *device.flops_per_second.values(), link.bytes_per_second]
     above += [device.flops_reached, device.flops_reached_plain, device.bandwidth_reached, device.block_bytes]
     least = [device.launch_seconds, device.context_bytes, link.latency_seconds, found.host_seconds, found.message_host_seconds]
-    least += [found.unevenness]
+    least += [found.unevenness, found.zero_host_seconds, 0.0 if found.message_cpu_share is None else found.message_cpu_share]
     least += [number for one in found.kernels.values() for number in (one.flops, one.bytes, one.seconds)]
     least += [number for one in found.messages for number in (one.ranks, one.bytes, one.seconds)]
     least += [] if device.dollars_per_hour is None else [device.dollars_per_hour]
