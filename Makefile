@@ -1,5 +1,5 @@
 # make demo      trains on scikit-learn's digits, then on pages cut into tiles, and writes a report of each
-# make test      runs the tests that are neither long nor sweeps: some 17 minutes on two cores
+# make test      runs the tests that are neither long nor sweeps: 9 to 17 minutes on two cores
 # make test-all  runs every test
 # make test-ci   runs all but the sweeps: what must pass before a change lands
 # make test-oldest  runs tests with the oldest libraries that pyproject.toml allows, torch and torchvision excepted
