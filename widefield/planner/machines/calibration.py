@@ -20,7 +20,8 @@ from typing import Any
 from widefield.planner.machines.device import Device
 from widefield.planner.machines.link import Link
 
-FORMAT = 1
+FORMAT = 2
+"""In 1, kernels were timed with more of their operands in the caches than a step finds there."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,10 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         {kernel.signature: kernel for kernel in kernels},
         [SentMessage(**row) for row in described["messages"]],
         described["host_seconds"],
-        described.get("message_host_seconds", 0.0),
-        described.get("unevenness", 0.0),
-        described.get("message_cpu_share"),
-        described.get("zero_host_seconds", 0.0),
+        described["message_host_seconds"],
+        described["unevenness"],
+        described["message_cpu_share"],
+        described["zero_host_seconds"],
     )
     _check(found)
     return found
