@@ -249,10 +249,14 @@ def test_no_file_is_no_measurement_and_a_damaged_one_is_refused():
     assert read_calibration() is None
     path = calibration_path("cpu", 1)
     path.parent.mkdir(parents=True)
-    for text in ("{", "[]", json.dumps({"format": 99}), json.dumps({"format": 1})):
+    for text in ("{", "[]", json.dumps({"format": 99})):
         path.write_text(text)
         with pytest.raises(ValueError, match="no measurement that this version reads .* widefield plan --calibrate, or delete"):
             cluster_of("measured")
+    write_calibration(calibration(), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    with pytest.raises(ValueError, match="its format is 1, and 2 is read.* measure again"):  # its kernels were timed otherwise
+        cluster_of("measured")
 
 
 @pytest.mark.parametrize(
