@@ -55,7 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _finish("planner_steps", _steps(asked), asked)
         if "time" in asked.what:
             found = timed.compared(asked.ranks, steps=asked.steps, kernel_seconds=asked.kernel_seconds, turns=asked.turns)
-            _finish("planner_time", {"conditions": _conditions(), **found}, asked)
+            how = {
+                "ranks": asked.ranks,
+                "turns": asked.turns,
+                "steps": asked.steps,
+                "own kernels, seconds": asked.kernel_seconds,
+            }
+            _finish("planner_time", {"conditions": _conditions() | how, **found}, asked)
     finally:
         close_all()
     return 0

@@ -381,7 +381,7 @@ def _calibration(folder: Path) -> None:
         found.host_seconds,
         found.message_host_seconds,
         found.unevenness,
-        found.message_cpu_share or 0.0,
+        found.message_cpu_share,
         found.zero_host_seconds,
         found.link.bytes_per_second,
         found.link.latency_seconds,

@@ -10,17 +10,19 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from widefield.comm.mesh import World, join
 from widefield.plans import Plan
-from widefield.verification.verdict import Verdict
+
+Answer = TypeVar("Answer")
 
 
-def on_own_ranks(plan: Plan, body: Callable[..., Verdict], timeout_seconds: float) -> Verdict:
-    """Fork `plan.ranks` gloo ranks that run `body(mesh=...)`; returns rank 0's verdict.  RuntimeError: a rank failed."""
+def on_own_ranks(plan: Plan, body: Callable[..., Answer], timeout_seconds: float) -> Answer:
+    """Fork `plan.ranks` gloo ranks that run `body(mesh=...)`; returns rank 0's answer.  RuntimeError: a rank failed."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="widefield_verify_") as folder, warnings.catch_warnings():
         warnings.simplefilter(
@@ -41,8 +43,8 @@ def on_own_ranks(plan: Plan, body: Callable[..., Verdict], timeout_seconds: floa
                 process.join()
 
 
-def _first_answer(ranks: list, timeout_seconds: float) -> Verdict:
-    """Rank 0's verdict, or the first failure."""
+def _first_answer(ranks: list, timeout_seconds: float) -> Any:
+    """Rank 0's answer, or the first failure."""
     pipes: list[Connection] = [pipe for _, pipe in ranks]
     while pipes:
         ready = wait(pipes, timeout_seconds)
@@ -61,7 +63,7 @@ def _first_answer(ranks: list, timeout_seconds: float) -> Verdict:
     raise RuntimeError("no rank answered")
 
 
-def _serve(rank: int, plan: Plan, store: str, body: Callable[..., Verdict], pipe: Connection) -> None:
+def _serve(rank: int, plan: Plan, store: str, body: Callable[..., Any], pipe: Connection) -> None:
     try:
         torch.set_num_threads(1)
         if os.path.exists("/sys/class/net/lo"):

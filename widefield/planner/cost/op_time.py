@@ -37,6 +37,7 @@ CONVERTED = 2.5
 FEW_NUMBERS = 20480
 """Up to so many, not counting the last dim, an image alone is not oneDNN's (ConvParams::use_mkldnn of torch)."""
 ZERO_KERNELS = ("fsdp.all_gather_copy_in", "fsdp.chunk_cat")
+"""Each takes all weights, or all gradients, of one of ZeRO's units."""
 ZERO_TIMES = 3
 """A step of ZeRO-3 gathers each weight twice and scatters its gradient once."""
 WITHOUT_KERNEL = ("aten.empty", "aten.new_empty")
@@ -71,6 +72,7 @@ class OpTimes:
         self.known: dict[object, Timed] = {}
 
     def of(self, event: OpEvent) -> Timed:
+        """Of a kernel of ZeRO's together with the Python around it."""
         key = (event.signature, event.flops, event.bytes_read + event.bytes_written)
         if key not in self.known:
             timed = self._time(event)
@@ -89,7 +91,7 @@ class OpTimes:
         return Timed(seconds, "roofline") if efficiency is None else Timed(seconds / efficiency, "interpolated")
 
     def _python_of_zero(self, event: OpEvent) -> float:
-        """Of what surrounds each of the kernels of ZeRO-3's step that take a unit's weights or gradients together."""
+        """What surrounds one of ZERO_KERNELS; of other operations none."""
         if not event.name.startswith(ZERO_KERNELS):
             return 0.0
         return self.zero_host_seconds / ZERO_TIMES * sum(1 for _ in tensors_of(event.signature))

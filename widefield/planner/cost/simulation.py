@@ -24,9 +24,6 @@ from typing import Literal
 from widefield.planner.step_record import MessageEvent, OpEvent, StepRecord, WaitEvent
 
 Kind = Literal["compute", "message", "wait", "data"]
-MESSAGE_CPU_SHARE = 0.5
-"""Of a message between CPU ranks, the part in which its thread computes, where it was not measured (see Calibration)."""
-
 SMALL_BYTES = 64 * 2**10
 """Messages up to it do not wait for larger ones among the same ranks: those of statistics have a process group of their own."""
 
@@ -106,7 +103,7 @@ class Simulation:
         launch_seconds: float,
         message_host_seconds: float = 0.0,
         unevenness: float = 0.0,
-        message_cpu_share: float = MESSAGE_CPU_SHARE,
+        message_cpu_share: float,
         on_cpu: bool,
         spans: bool = True,
     ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from widefield.planner.cost.message_time import MessageTimes
 from widefield.planner.cost.op_time import OpTimes, Timed
-from widefield.planner.cost.simulation import MESSAGE_CPU_SHARE, RankClock, Simulation, Span
+from widefield.planner.cost.simulation import RankClock, Simulation, Span
 from widefield.planner.machines.calibration import Calibration
 from widefield.planner.machines.cluster import Cluster
 from widefield.planner.step_record import StepRecord
@@ -73,7 +73,7 @@ def step_time(
         launch_seconds=launch_seconds(cluster),
         message_host_seconds=measured.message_host_seconds,
         unevenness=measured.unevenness,
-        message_cpu_share=MESSAGE_CPU_SHARE if measured.message_cpu_share is None else measured.message_cpu_share,
+        message_cpu_share=measured.message_cpu_share,
         on_cpu=cluster.device.is_cpu,
         spans=spans,
     )

@@ -92,8 +92,10 @@ def _messages(seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
         "message_cpu_share": message_cpu_share(timeout_seconds=timeout),
     }
     try:
-        found |= {"message_host_seconds": message_host_seconds(timeout_seconds=timeout)}
-        return found | {"zero_host_seconds": zero_host_seconds(timeout_seconds=timeout)}
+        return found | {
+            "message_host_seconds": message_host_seconds(timeout_seconds=timeout),
+            "zero_host_seconds": zero_host_seconds(timeout_seconds=timeout),
+        }
     except RuntimeError:  # a process that has run a backward cannot be forked into one that does
         say("the host's share of messages and of ZeRO is not measured, and counts as none: measure in a new process")
         return found
@@ -228,8 +230,8 @@ def _in_net(name: str) -> bool:
 def local_messages(ranks: int, *, sizes: tuple[int, ...] = SIZES, timeout_seconds: float = 60.0) -> list[SentMessage]:
     """Messages between `ranks` processes of this machine, over gloo.  RuntimeError: they failed."""
     kinds = KINDS if ranks == 2 else tuple(kind for kind in KINDS if kind != "send")
-    body: Any = functools.partial(_messages_on_rank, sizes=sizes, kinds=kinds)
-    rows: Any = on_own_ranks(Plan(replicate=ranks), body, timeout_seconds)
+    body = functools.partial(_messages_on_rank, sizes=sizes, kinds=kinds)
+    rows = on_own_ranks(Plan(replicate=ranks), body, timeout_seconds)
     return [SentMessage(kind, ranks, size, seconds) for kind, size, seconds in rows]
 
 
@@ -240,9 +242,7 @@ def _messages_on_rank(mesh: Mesh, sizes: tuple[int, ...], kinds: tuple[str, ...]
 
 def message_cpu_share(*, timeout_seconds: float = 60.0) -> float:
     """As Calibration has it, of sums over two ranks of this machine's CPU.  RuntimeError: they failed."""
-    body: Any = _cpu_share_on_rank
-    found: Any = on_own_ranks(Plan(replicate=2), body, timeout_seconds)
-    return float(found)
+    return on_own_ranks(Plan(replicate=2), _cpu_share_on_rank, timeout_seconds)
 
 
 def _cpu_share_on_rank(mesh: Mesh) -> float:
@@ -256,9 +256,7 @@ def message_host_seconds(*, timeout_seconds: float = 60.0) -> float:
     A convolution in tiles has three (the halo forward, again in the backward, and its gradient), batch norm two.  The clock is
     that of the thread, which stands still while a message is under way.  RuntimeError: the ranks failed.
     """
-    body: Any = _tiles_on_rank
-    seconds: Any = on_own_ranks(Plan(space=[2, 1]), body, timeout_seconds)
-    return float(seconds)
+    return on_own_ranks(Plan(space=[2, 1]), _tiles_on_rank, timeout_seconds)
 
 
 def _tiles_on_rank(mesh: Mesh, layers: int = 8) -> float:
@@ -275,9 +273,10 @@ def zero_host_seconds(*, timeout_seconds: float = 60.0) -> float:
 
     By the clock of the thread, which stands still while a message is under way.  RuntimeError: the ranks failed.
     """
-    body: Any = functools.partial(_steps_on_rank, layers=40)
-    copies, shards = (on_own_ranks(plan, body, timeout_seconds) for plan in (Plan(replicate=2), Plan(shard=2)))
-    return max(0.0, float(shards) - float(copies)) / (2 * 40)  # type: ignore[arg-type]
+    layers, plans = 40, (Plan(replicate=2), Plan(shard=2))
+    body = functools.partial(_steps_on_rank, layers=layers)
+    copies, shards = (on_own_ranks(plan, body, timeout_seconds) for plan in plans)
+    return max(0.0, shards - copies) / (2 * layers)
 
 
 def _steps_on_rank(mesh: Mesh, layers: int) -> float:

@@ -22,6 +22,8 @@ from widefield.planner.machines.link import Link
 
 FORMAT = 2
 """In 1, kernels were timed with more of their operands in the caches than a step finds there."""
+MESSAGE_CPU_SHARE = 0.5
+"""See Calibration; where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Calibration:
     unevenness: in square roots of seconds.  Of two ranks that have computed for t seconds since they met, the later one
         comes unevenness * sqrt(t) after its own time, in the mean: processors are never equally fast.
     message_cpu_share: of the seconds of a large message between CPU ranks, those in which its thread computes on each of them
-        (copies, sums, the kernel's network stack); None: not measured.
+        (copies, sums, the kernel's network stack).
     """
 
     conditions: dict[str, str]
@@ -72,7 +74,7 @@ class Calibration:
     host_seconds: float = 0.0
     message_host_seconds: float = 0.0
     unevenness: float = 0.0
-    message_cpu_share: float | None = None
+    message_cpu_share: float = MESSAGE_CPU_SHARE
     zero_host_seconds: float = 0.0
 
     def add(self, kernels: Iterable[Kernel]) -> None:
@@ -144,7 +146,7 @@ def _check(found: Calibration) -> None:
     above = [device.memory_bytes, device.memory_bytes_per_second, *device.flops_per_second.values(), link.bytes_per_second]
     above += [device.flops_reached, device.flops_reached_plain, device.bandwidth_reached, device.block_bytes]
     least = [device.launch_seconds, device.context_bytes, link.latency_seconds, found.host_seconds, found.message_host_seconds]
-    least += [found.unevenness, found.zero_host_seconds, 0.0 if found.message_cpu_share is None else found.message_cpu_share]
+    least += [found.unevenness, found.zero_host_seconds, found.message_cpu_share]
     least += [number for one in found.kernels.values() for number in (one.flops, one.bytes, one.seconds)]
     least += [number for one in found.messages for number in (one.ranks, one.bytes, one.seconds)]
     least += [] if device.dollars_per_hour is None else [device.dollars_per_hour]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import torch
 
@@ -27,9 +26,7 @@ TIMES = (2, 4, 8, 16)
 
 def unevenness(*, timeout_seconds: float = 60.0) -> float:
     """As Calibration has it, from two ranks of this machine's CPU.  RuntimeError: the ranks failed."""
-    body: Any = _on_rank
-    found: Any = on_own_ranks(Plan(replicate=2), body, timeout_seconds)
-    return float(found)
+    return on_own_ranks(Plan(replicate=2), _on_rank, timeout_seconds)
 
 
 def _on_rank(mesh: Mesh) -> float:
