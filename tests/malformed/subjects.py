@@ -381,6 +381,7 @@ def _calibration(folder: Path) -> None:
         found.host_seconds,
         found.message_host_seconds,
         found.unevenness,
+        found.waking_seconds,
         found.message_cpu_share,
         found.zero_host_seconds,
         found.link.bytes_per_second,

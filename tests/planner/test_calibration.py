@@ -33,6 +33,7 @@ from widefield.planner.machines.calibration import (
 from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
 from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution, spec
 from widefield.planner.machines.gpu_calls import gpu_function
+from widefield.planner.machines.lateness import fitted
 from widefield.planner.machines.own_kernels import OwnKernels
 from widefield.planner.machines.signature import Call, call_of
 from widefield.planner.machines.timing import measure_signatures
@@ -421,7 +422,8 @@ def test_a_machine_is_measured_with_one_thread_and_with_its_own(tmp_path, monkey
         assert device.source == found.link.source == "measured on this machine"
         assert 1e8 < device.peak_flops("float32") < 1e14 and 1e8 < found.link.bytes_per_second < 1e12
         assert found.kernels and 0 < found.host_seconds < 1e-2 and 0 <= found.message_host_seconds < 0.1
-        assert 0 <= found.unevenness < 1 and 0 < found.message_cpu_share < 2 and 0 < found.zero_host_seconds < 1e-2
+        assert 0 <= found.unevenness < 1 and 0 <= found.waking_seconds < 1
+        assert 0 < found.message_cpu_share < 2 and 0 < found.zero_host_seconds < 1e-2
 
 
 def test_ranks_that_compute_longer_are_timed_as_such():
@@ -429,6 +431,21 @@ def test_ranks_that_compute_longer_are_timed_as_such():
     (_, first), (short, waited), (long, _) = on_ranks(2, _meetings)[0]
     assert 0.004 < short < 0.02 and 2.5 * short < long < 6 * short
     assert 0 < first < 1 and 0 < waited < 1
+
+
+@pytest.mark.parametrize(("waking", "unevenness"), [(2e-4, 5e-3), (0.0, 1e-2), (3e-4, 0.0)])
+def test_waits_are_told_apart_into_what_each_costs_and_what_grows(waking, unevenness):
+    rows = [(computed, waking + unevenness * computed**0.5) for computed in (5e-4, 1e-3, 4e-3, 1.6e-2)]
+    assert fitted(rows) == pytest.approx((waking, unevenness), abs=1e-9)
+
+
+def test_neither_part_of_a_wait_is_below_nothing():
+    """Waits that grow faster than the root of the time, that grow less, and ranks that come before their time."""
+    waking, unevenness = fitted([(1e-3, 1e-4), (1e-2, 1e-3)])
+    assert waking == 0 and 0 < unevenness < 1e-2
+    waking, unevenness = fitted([(1e-3, 4e-4), (1e-2, 2e-4)])
+    assert unevenness == 0 and 2e-4 < waking < 4e-4
+    assert fitted([(1e-3, -1e-4), (1e-2, -1e-4)]) == (0, 0)
 
 
 def test_the_share_of_a_message_in_which_its_thread_computes():

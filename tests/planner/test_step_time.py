@@ -125,6 +125,18 @@ def test_the_last_of_uneven_ranks_is_the_later_the_longer_they_have_computed():
     assert seconds_late("cpu:2", with_sums(1, 2, 2 * GB)) == pytest.approx(0.01 * twice**0.5)
 
 
+def test_threads_that_slept_need_the_same_time_to_wake_however_long_and_however_many():
+    def late(events: list, ranks: int = 2) -> float:
+        cluster = uneven(f"cpu:{ranks}", 0.0)
+        woken = replace(cluster, calibration=replace(cluster.calibration, waking_seconds=1e-4))
+        before, after = (step_time([record(events, ranks=ranks)], one).seconds for one in (cluster, woken))
+        return after - before
+
+    assert late(with_sums(1, 2)) == late(with_sums(1, 2, 2 * GB)) == pytest.approx(1e-4)
+    assert late(with_sums(3, 2)) == pytest.approx(3e-4) and late(with_sums(1, 8), 8) == pytest.approx(1e-4)
+    assert 0 < late(with_sums(1, 2, 8)) < 0.5e-4, "they are still awake"
+
+
 def test_the_last_of_many_uneven_ranks_is_later_than_of_two():
     """Means of the largest of 2, 4 and 8 normal numbers: 0.5642, 1.0294, 1.4236 (Teichroew 1956)."""
     of_two = seconds_late("cpu:2", with_sums(1, 2))

@@ -5,7 +5,7 @@ it is launched and its predecessor is done, t = max(launch, kernel), and message
 itself. A message starts when all of its ranks have reached it and the previous large one among these ranks is done; a WaitEvent
 holds its rank until it has arrived.  Messages of a CPU use the cores that compute: what overlaps slows the rank by a share of
 its seconds.  Ranks of a CPU are never equally fast: the last one is the later at a meeting the longer they have computed since
-the one before, and the more of them there are (see `unevenness` in calibration.py).
+the one before, and the more of them there are (see `unevenness` and `waking_seconds` in calibration.py).
 
 Ranks without a record of their own count as punctual: they reach a message when those with a record do.  So one record stands
 for all replicas, and one for each stage makes a pipeline, whose bubble comes out of the waiting.
@@ -26,6 +26,8 @@ from widefield.planner.step_record import MessageEvent, OpEvent, StepRecord, Wai
 Kind = Literal["compute", "message", "wait", "data"]
 SMALL_BYTES = 64 * 2**10
 """Messages up to it do not wait for larger ones among the same ranks: those of statistics have a process group of their own."""
+ASLEEP_SECONDS = 2.5e-4
+"""Of computing, after which the threads that send and receive sleep; before, they are partly still there (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Simulation:
 
     op_seconds, message_seconds: of an event; of a message on a rank.  launch_seconds: of the host, for each operation.
     message_host_seconds: of a CPU's host, for each message, to make and unpack it.
-    unevenness, message_cpu_share: of a CPU's ranks, as Calibration has them.
+    unevenness, waking_seconds, message_cpu_share: of a CPU's ranks, as Calibration has them.
     on_cpu: the host computes.  spans: whether each rank's timeline is kept.
     """
 
@@ -103,6 +105,7 @@ class Simulation:
         launch_seconds: float,
         message_host_seconds: float = 0.0,
         unevenness: float = 0.0,
+        waking_seconds: float = 0.0,
         message_cpu_share: float,
         on_cpu: bool,
         spans: bool = True,
@@ -110,7 +113,7 @@ class Simulation:
         self.clocks = {record.rank: RankClock(record) for record in records}
         self.op_seconds, self.message_seconds = op_seconds, message_seconds
         self.launch_seconds, self.message_host_seconds = launch_seconds, message_host_seconds
-        self.unevenness, self.message_cpu_share = unevenness, message_cpu_share
+        self.unevenness, self.waking_seconds, self.message_cpu_share = unevenness, waking_seconds, message_cpu_share
         self.on_cpu, self.keeps_spans = on_cpu, spans
         self.meetings: dict[tuple, Meeting] = {}
         self.queue_free: dict[tuple, float] = defaultdict(float)
@@ -186,11 +189,10 @@ class Simulation:
 
     def _late(self, meeting: Meeting, event: MessageEvent) -> float:
         """How much later than planned the last rank of a meeting comes."""
-        if not self.unevenness:
-            return 0.0
         apart = max(clock.computed - clock.met for clock in (self.clocks[rank] for rank in meeting.arrived))
         ranks = len(event.ranks) if event.peer is None else 2
-        return self.unevenness * _latest_of(ranks) / _latest_of(2) * math.sqrt(apart)
+        woken = self.waking_seconds * min(1.0, apart / ASLEEP_SECONDS)
+        return woken + self.unevenness * _latest_of(ranks) / _latest_of(2) * math.sqrt(apart)
 
     def _key(self, clock: RankClock, event: MessageEvent) -> tuple[tuple, int]:
         """(((queue), how many before it), ranks with a record that take part)."""

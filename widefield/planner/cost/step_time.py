@@ -73,6 +73,7 @@ def step_time(
         launch_seconds=launch_seconds(cluster),
         message_host_seconds=measured.message_host_seconds,
         unevenness=measured.unevenness,
+        waking_seconds=measured.waking_seconds,
         message_cpu_share=measured.message_cpu_share,
         on_cpu=cluster.device.is_cpu,
         spans=spans,

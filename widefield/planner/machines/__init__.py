@@ -8,7 +8,7 @@ gpu_calls.py     what a GPU runs in place of some of them
 timing.py        seconds of kernels on this machine
 cnn_kernels.py   the kernels that CNNs are made of, which a calibration times
 calibrate.py     measures this machine: kernels, the host, messages
-unevenness.py    how much ranks that compute side by side wait for each other
+lateness.py      how much ranks that compute side by side wait for each other
 own_kernels.py   times the kernels of the plans that are asked about
 calibration.py   what was measured on this machine, in the user's cache
 catalogue.py     common GPUs and networks, each figure with its source

@@ -24,10 +24,10 @@ from widefield.planner.machines.calibration import Calibration, Kernel, SentMess
 from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
 from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution, pointwise
 from widefield.planner.machines.device import SHORT_SECONDS, Device
+from widefield.planner.machines.lateness import lateness
 from widefield.planner.machines.link import Link
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import cpu_clock, measure_events, on_cpu
-from widefield.planner.machines.unevenness import unevenness
 from widefield.plans import Plan
 from widefield.private_torch.dispatcher import TorchDispatchMode
 from widefield.streaming.storage.heap import keep_freed_memory
@@ -88,8 +88,8 @@ def _messages(seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     say("ranks that compute side by side")
     found: dict[str, Any] = {
         "messages": sent,
-        "unevenness": unevenness(timeout_seconds=timeout),
         "message_cpu_share": message_cpu_share(timeout_seconds=timeout),
+        **lateness(timeout_seconds=timeout),
     }
     try:
         return found | {

@@ -60,6 +60,8 @@ class Calibration:
     host_seconds: of the Python of one operation of a module, on top of the kernel.
     message_host_seconds: of the Python around one message of a step, on top of the message.
     zero_host_seconds: of the Python of ZeRO's gathers, scatters and sharded tensors, for each weight tensor and step.
+    waking_seconds: by which ranks of a CPU that have computed since they met go on later than their message takes alone: the
+        threads that send and receive have slept, and wait for a core.
     unevenness: in square roots of seconds.  Of two ranks that have computed for t seconds since they met, the later one
         comes unevenness * sqrt(t) after its own time, in the mean: processors are never equally fast.
     message_cpu_share: of the seconds of a large message between CPU ranks, those in which its thread computes on each of them
@@ -76,6 +78,7 @@ class Calibration:
     unevenness: float = 0.0
     message_cpu_share: float = MESSAGE_CPU_SHARE
     zero_host_seconds: float = 0.0
+    waking_seconds: float = 0.0
 
     def add(self, kernels: Iterable[Kernel]) -> None:
         self.kernels.update((kernel.signature, kernel) for kernel in kernels)
@@ -135,6 +138,7 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         described["unevenness"],
         described["message_cpu_share"],
         described["zero_host_seconds"],
+        described.get("waking_seconds", 0.0),  # once a part of unevenness
     )
     _check(found)
     return found
@@ -146,7 +150,7 @@ def _check(found: Calibration) -> None:
     above = [device.memory_bytes, device.memory_bytes_per_second, *device.flops_per_second.values(), link.bytes_per_second]
     above += [device.flops_reached, device.flops_reached_plain, device.bandwidth_reached, device.block_bytes]
     least = [device.launch_seconds, device.context_bytes, link.latency_seconds, found.host_seconds, found.message_host_seconds]
-    least += [found.unevenness, found.zero_host_seconds, found.message_cpu_share]
+    least += [found.unevenness, found.waking_seconds, found.zero_host_seconds, found.message_cpu_share]
     least += [number for one in found.kernels.values() for number in (one.flops, one.bytes, one.seconds)]
     least += [number for one in found.messages for number in (one.ranks, one.bytes, one.seconds)]
     least += [] if device.dollars_per_hour is None else [device.dollars_per_hour]
