@@ -404,7 +404,10 @@ from widefield.planner.machines import calibrate
 torch.set_num_threads(2)
 calibrate.RANKS = (2,)
 calibrate.SIZES = (2**10, 2**18)
-found = calibrate.calibrate(seconds=3)
+said = []
+found = calibrate.calibrate(seconds=3, say=said.append)
+paths = [calibrate.calibration_path("cpu", threads) for threads in (1, 2)]
+assert [line for line in said if "kept" in line] == [f"kept in {path}" for path in paths], said
 assert found.conditions["threads"] == "2" and torch.get_num_threads() == 2
 """
 

@@ -47,6 +47,13 @@ def test_a_recipe_is_planned_and_json_and_function_say_the_same(tmp_path, capsys
         assert all(one[key] == other[key] for key in ("peak_memory_bytes", "seconds", "message_bytes", "plan", "overrides"))
 
 
+def test_a_machine_is_measured_without_a_recipe(capsys, monkeypatch):
+    monkeypatch.setattr("widefield.planner.machines.calibrate.calibrate", lambda *, device, say: say(f"kept: {device}"))
+    lines = said(capsys, "--calibrate").splitlines()
+    assert lines[0].startswith("kept: c")
+    assert lines[1:] == ["plans take it from there: widefield plan my.yaml --cluster measured"]
+
+
 @pytest.mark.long
 def test_the_table_has_the_choice_and_its_reasons(capsys):
     text = said(capsys, DIGITS, *FAST, "--cluster", "cpu:2", "--seconds", "3", "--top", "2")

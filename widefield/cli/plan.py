@@ -91,6 +91,7 @@ def run(options: Namespace) -> int:
 
         calibrate(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"), say=say)
     if options.recipe is None:
+        say("plans take it from there: widefield plan my.yaml --cluster measured")
         return 0
     from widefield.planner.search.ask import PlanRequest, ask
 

@@ -5,6 +5,7 @@
     meeting.py         the store of the rendezvous
     keepalive.py       connections to a machine that is gone end with an error
     gloo_threads.py    gloo's threads take no core from those that compute
+    cores_of_ranks.py  ranks that compute on the same cores divide them
     meeting_file.py    a file that all machines share as the place to meet
     coming_back.py     a rank that was started again meets one that lives
     roll_call.py       are all ranks here, once each, of this job, with the same versions

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from widefield.comm import collectives, process_groups
+from widefield.comm import collectives, cores_of_ranks, process_groups
 from widefield.comm.at_exit import settle_before_exit
 from widefield.comm.devices import RANKS_PER_GPU, backend_for, backward_in_this_thread, device_of, gpu_of, passes_the_host
 from widefield.comm.interfaces import interfaces_in_words
@@ -300,8 +300,7 @@ def join(
 ) -> Mesh:
     """Initialize torch.distributed and make the process groups of `plan`; every rank calls it.  `leave` undoes it.
 
-    On a GPU, backward passes run in the calling thread from then on (see `backward_in_this_thread`).
-
+    On a GPU, backward passes run in the calling thread from then on; ranks of a CPU divide its cores (cores_of_ranks.py).
     A default process group that exists already is used as it is.  On a single rank nothing is initialized.
     device: what this rank computes on; by default its GPU, or the CPU where its machine has none.
     timeout_seconds: of the rendezvous and of messages; None: `rendezvous_seconds()`.
@@ -322,6 +321,7 @@ def join(
         if opened:
             _meet(world, device, seconds)
         assert dist.group.WORLD is not None
+        cores_of_ranks.divide(device, dist.group.WORLD)
         return replace(_with_groups(plan, world, device, lambda: dist.group.WORLD, control_backend), opened=opened)
 
 
@@ -375,6 +375,7 @@ def leave(mesh: Mesh) -> None:
         clear_sharding_prop_cache()  # it caches DeviceMeshes, and DTensors on the next equal mesh would get this one
     if mesh.opened:
         dist.destroy_process_group()
+        cores_of_ranks.undo()
         return
     for group in (*mesh.made, *mesh.further, *(group for group, _ in mesh.lent)):
         if group in c10d_world.pg_map:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from widefield import cores
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
@@ -292,6 +293,7 @@ def _start_worker(_: int) -> None:
     other ranks wait for it as long as these are open.
     """
     torch.set_num_threads(1)
+    cores.unbind()  # of its rank, which needs its own itself
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):

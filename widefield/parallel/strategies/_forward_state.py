@@ -26,8 +26,10 @@ def random_states(model: nn.Module) -> list[Tensor]:
 
 def _devices(model: nn.Module) -> list[torch.device]:
     """The GPUs with parameters of the model, and the current one, where a model without parameters, as Dropout, draws."""
-    own = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []
-    return sorted({*own, *(p.device for p in model.parameters() if p.is_cuda)}, key=str)
+    if not torch.cuda.is_initialized():
+        return []
+    own = torch.device("cuda", torch.cuda.current_device())
+    return sorted({own, *(p.device for p in model.parameters() if p.is_cuda)}, key=str)
 
 
 def _random_of(devices: list[torch.device]) -> list[Tensor]:
@@ -40,12 +42,13 @@ class ForwardState:
     def __init__(self, model: nn.Module) -> None:
         self.devices = _devices(model)
         self.random, self.of_python, self.of_numpy = _random_of(self.devices), random.getstate(), np.random.get_state()
+        parts = list(model.modules())
         held: list[tuple[nn.Module, str, Tensor]] = [
-            (part, name, buffer) for part in model.modules() for name, buffer in buffers_of(part).items() if buffer is not None
+            (part, name, buffer) for part in parts for name, buffer in buffers_of(part).items() if buffer is not None
         ]
         self.buffers = [(part, name, buffer, version_counter(buffer)) for part, name, buffer in held]
         self.values = [buffer.detach().clone() for *_, buffer in held]
-        self.attributes = [(part, part.__dict__.copy()) for part in model.modules()]
+        self.attributes = [(part, part.__dict__.copy()) for part in parts]
 
     def has_changed(self, *, by_value: bool = False, apart_from: Container[Place] = ()) -> bool:
         """Whether torch drew random numbers, or a buffer was written other than a BatchNorm's, which are synchronized.

@@ -241,8 +241,9 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for reducer in list(_ALIVE):
         model, known = reducer.model(), {id(parameter) for parameter in reducer.parameters}
-        for name, parameter in model.named_parameters() if model is not None else ():
-            if id(parameter) in moved and id(parameter) not in known and not parameter.is_meta:
+        others = moved - known
+        for name, parameter in model.named_parameters() if model is not None and others else ():
+            if id(parameter) in others and not parameter.is_meta:
                 raise RuntimeError(
                     f"the parameter '{name}' came after the model was parallelized, so its gradient is not averaged over "
                     "ranks; call widefield.parallelize(model, mesh) again once its parameters are there"

@@ -79,8 +79,7 @@ def step_time(
         spans=spans,
     )
     simulation.run()
-    if not cluster.device.is_cpu:
-        _wait_for_the_host(simulation, READING_OPERATIONS * launch_seconds(cluster))
+    _wait_for_the_host(simulation, cluster)
     step, last = _step_of(simulation, records[0].samples, samples_per_second)
     _add_uncertainty(step, last.record, times, messages)
     if alone is not None:
@@ -89,7 +88,9 @@ def step_time(
     return step
 
 
-def _wait_for_the_host(simulation: Simulation, seconds: float) -> None:
+def _wait_for_the_host(simulation: Simulation, cluster: Cluster) -> None:
+    """At the end of a step on GPUs."""
+    seconds = 0.0 if cluster.device.is_cpu else READING_OPERATIONS * launch_seconds(cluster)
     for clock in simulation.clocks.values():
         clock.device = clock.now + seconds
         clock.busy["optimizer"] += seconds

@@ -72,7 +72,9 @@ def calibrate(
             if messages:
                 calibration.link = _link(calibration.messages)
             if keep:
-                write_calibration(calibration, calibration_path(device.type, _threads(device)))
+                path = calibration_path(device.type, _threads(device))
+                write_calibration(calibration, path)
+                say(f"kept in {path}")
     finally:
         torch.set_num_threads(own)
     return calibration

@@ -3,8 +3,8 @@
 Each of two ranks computes for a while and then waits for the other.  A wait is as long as a message, and longer the longer they
 have computed: at once by what threads that slept need to run again, and then since caches, memory and whatever else runs on the
 machine slow now the one and now the other.  Such delays add up as the steps of a random walk do, with the square root of the
-time.  One pair of processes may wait half or twice as long as the next, as long as it runs, so several are measured
-(docs/log.md, 2026-11-27 and 2026-11-29).
+time.  One pair of processes may wait longer than the next, as long as it runs, so several are measured (docs/log.md, 2026-11-27
+and 2026-11-29).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from widefield.comm.mesh import Mesh
 from widefield.plans import Plan
 from widefield.verification.own_ranks import on_own_ranks
 
-PAIRS = 6
+PAIRS = 3
 SHAPE, IMAGES = (1, 64, 64, 64), 32
 """Of the images whose parts are convolved in between, and how many there are: more than a cache holds."""
 TIMES = (1, 2, 4, 8, 16, 32)
