@@ -82,6 +82,14 @@ def test_ranks_are_not_bound_where_they_are_told_not_to_be(monkeypatch):
     assert on_own_ranks(Plan(replicate=2), _own_affinity, 60) == ALLOWED
 
 
+def test_ranks_that_may_not_be_bound_run_as_before(monkeypatch):
+    def refuse(process, wanted):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert on_own_ranks(Plan(replicate=2), _own_affinity, 60) == ALLOWED
+
+
 @pytest.mark.skipif(len(ALLOWED) > 4, reason="as many ranks as cores and one more would be many")
 def test_more_ranks_than_cores_are_not_bound():
     assert on_own_ranks(Plan(replicate=len(ALLOWED) + 1), _own_affinity, 60) == ALLOWED
