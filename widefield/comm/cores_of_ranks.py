@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
+import socket
 import zlib
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from widefield import cores
 from widefield.comm.collectives import all_gather_single
+from widefield.comm.roll_call import boot_id
 
 SWITCH = "WIDEFIELD_BIND_CORES"
 """Set to 0, a rank runs wherever the system puts it."""
@@ -50,8 +50,4 @@ def undo() -> None:
 
 def _name_of(allowed: set[int]) -> int:
     """A number that is the same for processes that may run on the same cores of the same machine, in whatever container."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        machine = platform.node()
-    return zlib.crc32(f"{machine} {sorted(allowed)}".encode())
+    return zlib.crc32(f"{boot_id() or socket.gethostname()} {sorted(allowed)}".encode())

@@ -164,9 +164,14 @@ def _card(world: World, address: str, gpu: str | None) -> dict[str, Any]:
 @functools.cache
 def machine() -> str:
     """What is the same for all processes of this machine, or of this pod, and for no others."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    known = boot.read_text().strip() if boot.is_file() else ""
-    return f"{socket.gethostname()} {known} {os.readlink(network) if network.is_symlink() else ''}"
+    network = Path("/proc/self/ns/net")
+    return f"{socket.gethostname()} {boot_id()} {os.readlink(network) if network.is_symlink() else ''}"
+
+
+def boot_id() -> str:
+    """What is the same in all containers of a machine until it starts anew; "" where the system does not tell."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def versions() -> dict[str, str]:

@@ -189,6 +189,8 @@ class Simulation:
 
     def _late(self, meeting: Meeting, event: MessageEvent) -> float:
         """How much later than planned the last rank of a meeting comes."""
+        if not (self.unevenness or self.waking_seconds):
+            return 0.0
         apart = max(clock.computed - clock.met for clock in (self.clocks[rank] for rank in meeting.arrived))
         ranks = len(event.ranks) if event.peer is None else 2
         woken = self.waking_seconds * min(1.0, apart / ASLEEP_SECONDS)

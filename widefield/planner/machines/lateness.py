@@ -20,11 +20,13 @@ from widefield.plans import Plan
 from widefield.verification.own_ranks import on_own_ranks
 
 PAIRS = 3
+"""Of processes, one after the other."""
 SHAPE, IMAGES = (1, 64, 64, 64), 32
 """Of the images whose parts are convolved in between, and how many there are: more than a cache holds."""
 TIMES = (1, 2, 4, 8, 16, 32)
 """How many of them before the ranks meet: from half a millisecond of a core to fifteen."""
 ROUNDS = 60
+"""Of each of TIMES."""
 
 
 def lateness(*, timeout_seconds: float = 60.0) -> dict[str, float]:
