@@ -220,8 +220,9 @@ def check_mode(mode):
     x = image()
     with Looks():
         x.relu()
-        with torch.utils._python_dispatch._disable_current_modes():
-            x.relu()
+        for nobody_looks in (torch.utils._python_dispatch._disable_current_modes, torch.utils._mode_utils.no_dispatch):
+            with nobody_looks():
+                x.relu()
     assert seen == [aten.relu.default]
 
 
@@ -547,6 +548,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "AutoDispatchBelowAutograd": check_below_autograd,
     "TorchDispatchMode": check_mode,
     "disable_current_modes": lambda disable: check_mode(torch.utils._python_dispatch.TorchDispatchMode),
+    "no_dispatch": lambda no: check_mode(torch.utils._python_dispatch.TorchDispatchMode),
     "EffectType": lambda kinds: holds(kinds.ORDERED),
     "register_effectful_op": check_effectful,
     "destroy_library": check_destroy,

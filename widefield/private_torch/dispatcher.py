@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._library.effects as effects
 import torch.library
+import torch.utils._mode_utils as mode_utils
 import torch.utils._python_dispatch as python_dispatch
 
 DispatchKey = torch._C.DispatchKey
@@ -47,6 +48,9 @@ TorchDispatchMode = python_dispatch.TorchDispatchMode
 
 disable_current_modes: Callable[[], AbstractContextManager] = python_dispatch._disable_current_modes
 """Inside, no mode sees operations: those that only ask torch for strides are nobody's."""
+
+no_dispatch: Callable[[], AbstractContextManager] = mode_utils.no_dispatch
+"""Inside, no mode and no subclass sees operations, of plain tensors alone: a tenth of the time of `disable_current_modes`."""
 
 EffectType = effects.EffectType
 """Kinds of operators that a compiler may neither drop nor reorder."""

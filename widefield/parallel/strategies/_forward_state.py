@@ -70,6 +70,12 @@ class ForwardState:
         """Whether torch drew random numbers."""
         return not all(map(torch.equal, self.random, _random_of(self.devices)))
 
+    def may_run_otherwise(self) -> bool:
+        """Whether the same forward once more may take other branches: numbers were drawn, or it has counted or kept something."""
+        numpy, now = self.of_numpy, np.random.get_state()
+        has_drawn = random.getstate() != self.of_python or any(not np.array_equal(*two) for two in zip(numpy, now, strict=True))
+        return has_drawn or self.has_changed() or any(map(_has_other_values, *zip(*self.attributes, strict=True)))
+
     def written(self) -> dict[Place, Tensor | None]:
         """Copies of the buffers that were written, but for a BatchNorm's; None: it is no buffer any more."""
         found = dict[Place, Tensor | None]()
@@ -95,13 +101,22 @@ class ForwardState:
             part.__dict__.update({name: value for name, value in attributes.items() if isinstance(value, PLAIN)})
 
 
+def _has_other_values(part: nn.Module, before: dict[str, object]) -> bool:
+    """Whether a plain attribute of a module, other than `training`, is not what it was."""
+    now = {name: value for name, value in part.__dict__.items() if isinstance(value, PLAIN) and name != "training"}
+    return any(name not in before or before[name] != value for name, value in now.items())
+
+
 @contextmanager
-def without_trace(model: nn.Module) -> Iterator[None]:
-    """Restore random states, buffers and plain attributes, `training` too, after the passes inside, and drop gradients."""
+def without_trace(model: nn.Module) -> Iterator[ForwardState]:
+    """Restore random states, buffers and plain attributes, `training` too, after the passes inside, and drop gradients.
+
+    Yields what it was before.
+    """
     before = ForwardState(model)
     try:
         with torch.enable_grad():
-            yield
+            yield before
     finally:
         model.zero_grad(set_to_none=True)
         before.restore()

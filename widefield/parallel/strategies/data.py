@@ -179,11 +179,11 @@ def _check_batch_norm_group(plan: Plan) -> None:
 
 
 def _gradient_order(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor]) -> GradientOrder:
-    """The order of gradients in two trial passes on each rank, merged."""
+    """The order of gradients in the trial passes of all ranks, merged."""
     names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     number = {name: n for n, name in enumerate(names)}
     trained = tuple(number[name] for name, p in model.named_parameters() if p.requires_grad and name in number)
-    found = [used for of_rank in mesh.gather_objects(trial_passes(model, trial_step, 2)) for used in of_rank]
+    found = [used for of_rank in trial_passes(model, mesh, trial_step) for used in of_rank]
     passes = [tuple(number[name] for name in used if name in number) for used in found]
     return GradientOrder.merge(
         [GradientOrder(tuple(dict.fromkeys(used)), trained, len(set(used)) == len(used)) for used in passes]
@@ -215,25 +215,31 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def trial_passes(model: nn.Module, trial_step: Callable[[], Tensor], count: int) -> list[list[str]]:
-    """Run `count` trial steps with their backward and restore all state; for each, the parameters that got gradients, in order.
+def trial_passes(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor]) -> list[list[list[str]]]:
+    """Run a trial step with its backward and restore all state; once more, where on a rank it may then take other branches.
 
-    A parameter is named once per accumulation.  Random states move on from one pass to the next, so that branches taken at
-    random show.
+    Returns for each rank and each of its passes the parameters that got gradients, in order, named once per accumulation.
+    Random states move on from one pass to the next, so that branches taken at random show.
     """
     found: list[list[str]] = []
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: found[-1].append(name)) for name, p in named]
+
+    def of_ranks() -> list[Any]:
+        model.zero_grad(set_to_none=True)
+        found.append([])
+        trial_step().backward()
+        return mesh.gather_objects((found, before.may_run_otherwise()))
+
     try:
-        with without_trace(model):
-            for _ in range(count):
-                model.zero_grad(set_to_none=True)
-                found.append([])
-                trial_step().backward()
+        with without_trace(model) as before:
+            passes = of_ranks()
+            if any(may_differ for _, may_differ in passes):
+                passes = of_ranks()
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return [of_rank for of_rank, _ in passes]
 
 
 # ---------------------------------------------------------------------------------------------- compression

@@ -228,13 +228,13 @@ def _broadcast_weights(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _check_same_gradients(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor] | None) -> list[str]:
-    """Run two trial passes.  NotImplementedError: ranks have gradients for different parameters, and this torch needs the same.
+    """Run trial passes.  NotImplementedError: ranks have gradients for different parameters, and this torch needs the same.
 
     On tiles in space the passes also record what is gathered, so there they run with any torch.
     """
     if trial_step is None or (SENDS_ZEROS and mesh.grid.size == 1):
         return []
-    of_ranks = mesh.gather_objects(data.trial_passes(model, trial_step, 2))
+    of_ranks = data.trial_passes(model, mesh, trial_step)
     for rank, found in enumerate(of_ranks):
         for first, here in zip(map(set, of_ranks[0]), map(set, found), strict=True):
             if first != here and not SENDS_ZEROS:

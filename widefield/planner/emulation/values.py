@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from widefield.capture.decompositions import draws_numbers
 from widefield.data.batch import Batch
 from widefield.planner.emulation.recording import Recording
 from widefield.planner.emulation.signature import signature_of
-from widefield.private_torch.dispatcher import TorchDispatchMode, disable_current_modes, schema_of
+from widefield.private_torch.dispatcher import TorchDispatchMode, disable_current_modes, no_dispatch, schema_of
 from widefield.private_torch.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -57,6 +57,16 @@ def _asks_of_ranks() -> bool:
             return is_of_engine(name)
         frame = frame.f_back
     return False
+
+
+def _tensors_in(values: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
+    """Put the tensors among an operation's arguments into `found`, which is returned: `tree_leaves` takes five times as long."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _tensors_in(value, found)
+    return found
 
 
 def _is_small(args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
@@ -143,7 +153,7 @@ class Result:
 
     def again(self, fakes: EmulatedFakeMode, given: list[Tensor]) -> Any:
         """New tensors like those."""
-        with disable_current_modes():
+        with no_dispatch():
             return tree_unflatten([one and _made_again(one, fakes, given) for one in self.tensors], self.spec)
 
 
@@ -156,36 +166,44 @@ def _made_again(one: Made, fakes: EmulatedFakeMode, given: list[Tensor]) -> Tens
     return FakeTensor(fakes, shown, _CPU)
 
 
+_RESULTS: dict[Hashable, Result] = {}
+"""By the signature of an operation and the default dtype."""
+MOST_RESULTS = 65536
+
+
 class Emulation(TorchDispatchMode):
     """Inside, operations run on fake tensors and are recorded."""
 
     def __init__(self, recording: Recording, fakes: EmulatedFakeMode) -> None:
         super().__init__()
         self.recording, self.fakes = recording, fakes
-        self._results: dict[str, Result] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self.fakes.learns_shapes:
             return func(*args, **kwargs)  # no part of the step
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(args, [])
+        if kwargs:
+            _tensors_in(kwargs.values(), tensors)
         if any(type(tensor) not in _PLAIN for tensor in tensors):
             return NotImplemented  # a tiled tensor or a part of a gradient: its own operations come here
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question, as for a tensor's device: no kernel runs
         if _is_meta(tensors, kwargs):
-            with disable_current_modes():
+            with no_dispatch():
                 return func(*args, **kwargs)  # of another rank's weights only shapes are kept, as in a run
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if not fakes and _is_small(args, kwargs, tensors):
-            with disable_current_modes():
+            with no_dispatch():
                 out = func(*args, **kwargs)
             self.recording.hold_all(out)
             return out
         if fakes and _writes_to_real_ones_alone(func, args, kwargs):
             return args[0] if schema_of(func).returns else None  # a count stays what it was
         if draws_numbers(func, args, kwargs):
-            with disable_current_modes():
+            with no_dispatch():
                 torch.rand(1)  # the generator moves on, which tells that the forward draws
         if func is aten.equal.default and _asks_of_ranks():
             return True
@@ -199,13 +217,13 @@ class Emulation(TorchDispatchMode):
     def _out_of(self, func: Any, args: tuple, kwargs: dict, given: list[Tensor], signature: Hashable) -> Any:
         """What an operation returns; of one that ran before with equal arguments, without asking torch's fake tensors again.
 
-        (They take half a millisecond each.)
+        (They take half a millisecond each.)  What it returns is no emulation's own.
         """
         if is_in_place(func) and torch.Tag.inplace_view not in func.tags:
             return args[0] if schema_of(func).returns else None
-        key = repr(signature)
-        if key in self._results:
-            return self._results[key].again(self.fakes, given)
+        key = repr(signature), torch.get_default_dtype()
+        if key in _RESULTS:
+            return _RESULTS[key].again(self.fakes, given)
         if any(type(tensor) is not FakeTensor for tensor in given):
             args, kwargs = tree_map(self._without_numbers, (args, kwargs))
         try:
@@ -214,14 +232,16 @@ class Emulation(TorchDispatchMode):
             raise self._refusal(str(func)) from error
         found = Result.of(out, given)
         if found is not None:
-            self._results[key] = found
+            if len(_RESULTS) >= MOST_RESULTS:
+                _RESULTS.clear()
+            _RESULTS[key] = found
         return out
 
     def _without_numbers(self, leaf: Any) -> Any:
         """A real tensor among fake ones as a fake one: torch's own conversion asks for its history, too."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
-        with disable_current_modes():
+        with no_dispatch():
             return FakeTensor(self.fakes, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), _CPU)
 
     def _statistics_of(self, image: Tensor) -> tuple[Tensor, Tensor]:
