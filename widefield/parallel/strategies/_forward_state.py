@@ -71,7 +71,7 @@ class ForwardState:
         return not all(map(torch.equal, self.random, _random_of(self.devices)))
 
     def may_run_otherwise(self) -> bool:
-        """Whether the same forward once more may take other branches: numbers were drawn, or it has counted or kept something."""
+        """Whether the forward may take other branches when it runs again: numbers were drawn, or it has counted."""
         numpy, now = self.of_numpy, np.random.get_state()
         has_drawn = random.getstate() != self.of_python or any(not np.array_equal(*two) for two in zip(numpy, now, strict=True))
         return has_drawn or self.has_changed() or any(map(_has_other_values, *zip(*self.attributes, strict=True)))

@@ -60,7 +60,7 @@ def _asks_of_ranks() -> bool:
 
 
 def _tensors_in(values: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
-    """Put the tensors among an operation's arguments into `found`, which is returned: `tree_leaves` takes five times as long."""
+    """Put the tensors among an operation's arguments into `found`, and return it, in a fifth of the time of `tree_leaves`."""
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
