@@ -281,6 +281,18 @@ def check_fake_mode(mode):
         assert isinstance(torch.ones(2) * 2, torch._subclasses.fake_tensor.FakeTensor)
 
 
+def check_emulated_mode(mode):
+    check_fake_mode(mode)
+    fakes = torch._subclasses.fake_tensor.FakeTensorMode
+    for kind, is_kept in ((fakes, True), (mode, False)):
+        with mock.patch.object(fakes, "_cached_dispatch_impl", side_effect=NotImplementedError) as cached, kind():
+            try:
+                torch.ones(2)
+            except NotImplementedError:
+                pass
+        assert cached.called is is_kept
+
+
 def check_values_asked(kind):
     with torch._subclasses.fake_tensor.FakeTensorMode(), pytest.raises(kind):
         torch.ones(2).sum().item()
@@ -558,7 +570,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     # fake_tensors.py
     "FakeTensor": check_fake,
     "FakeTensorMode": check_fake_mode,
-    "EmulatedFakeMode": check_fake_mode,
+    "EmulatedFakeMode": check_emulated_mode,
     "is_captured": lambda captured: holds([captured(one) for one in in_modes()] == [False, True, False]),
     "is_eager": lambda eager: holds([eager(one) for one in in_modes()] == [True, False, True]),
     "is_emulated": lambda emulated: holds([emulated(one) for one in in_modes()] == [False, False, True]),

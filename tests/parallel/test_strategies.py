@@ -6,11 +6,13 @@ import copy
 import io
 import json
 import pickle
+import random
 import re
 import warnings
 from functools import partial
 
 import devices
+import numpy as np
 import pytest
 import torch
 from devices import on_gpu_too
@@ -366,6 +368,42 @@ def by_chance(mesh):
 def test_a_branch_taken_by_chance_is_seen():
     for said in on_ranks(2, by_chance):
         assert "all 4 parameters get one in trial passes" in " ".join(said)
+
+
+class Counts(nn.Module):
+    """Which branch is taken depends on what forwards keep: an attribute, a buffer, or a generator of Python or NumPy."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.forwards = kind, 0
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        if self.kind == "an attribute":
+            self.forwards += 1
+        elif self.kind == "a buffer":
+            self.steps += 1
+        elif self.kind == "random":
+            random.random()
+        elif self.kind == "numpy":
+            np.random.rand()
+        return self.norm(self.layer(x))
+
+
+def runs_of_trial_steps(mesh):
+    """How often the trial step runs, by the kind of model; of the last on rank 0 alone it counts."""
+    found = []
+    for kind in ("nothing", "an attribute", "a buffer", "random", "numpy", "an attribute" if mesh.rank == 0 else "nothing"):
+        model, runs = Counts(kind), []
+        parallelize(model, mesh, trial_step=lambda: (runs.append(1), model(torch.ones(2, 2)).sum())[1])  # noqa: B023
+        found.append(len(runs))
+    return found
+
+
+@on_gpu_too
+def test_a_trial_step_runs_again_only_where_that_may_take_another_branch():
+    assert on_ranks(2, runs_of_trial_steps) == [[1, 2, 2, 2, 2, 2]] * 2
 
 
 def on_some_ranks(mesh):

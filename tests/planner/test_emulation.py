@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from widefield.config import parse_config
 from widefield.planner.emulation import CannotEmulate, emulated_step, stand_in_data, values
+from widefield.planner.emulation.recording import Recording
 from widefield.planner.step_record import StepRecord, WaitEvent
 from widefield.private_torch.dtensor import clear_sharding_prop_cache
 from widefield.training.given import Given
@@ -101,9 +103,49 @@ def test_results_made_from_descriptions_are_those_of_torch(plan, monkeypatch):
     ranks = 2 if plan else 1
     fast = record(*plan, ranks=ranks, rank=ranks - 1)
     monkeypatch.setattr(values.Result, "of", classmethod(lambda *_: None))
+    monkeypatch.setattr(values, "_RESULTS", {})
     slow = record(*plan, ranks=ranks, rank=ranks - 1)
     assert fast.peak_bytes == slow.peak_bytes and fast.parts == slow.parts
     assert fast.events == slow.events
+
+
+def test_what_is_known_of_results_depends_on_the_default_dtype():
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with values.emulated(Recording(0, 1)):
+                found.append(torch.ones(100_000).dtype)
+        finally:
+            torch.set_default_dtype(before)
+    assert found == [torch.float32, torch.float64]
+
+
+class NeedsNoNumbers(nn.Module):
+    """Keeps the sum of its weight as it was made, and draws small numbers to decide its width."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = int(torch.empty(64).uniform_().argmax())
+        self.layer = nn.Linear(3 * 32 * 32, 5)
+        self.total = self.layer.weight.detach().abs().sum().item()
+
+    def forward(self, x):
+        MADE.append((self.width, self.total))
+        return self.layer(x.flatten(1))
+
+
+MADE: list[tuple[int, float]] = []
+
+
+def test_a_model_is_built_without_drawing_its_large_weights():
+    MADE.clear()
+    for _ in range(2):
+        torch.manual_seed(5)
+        record(f"model.name={__name__}:NeedsNoNumbers", "model.options={}")
+    assert {total for _, total in MADE} == {0.0} and len({width for width, _ in MADE}) == 1 and MADE[0][0]
+    assert NeedsNoNumbers().total > 1
 
 
 def test_an_image_twice_as_high_takes_twice_the_activations():
@@ -184,8 +226,17 @@ def test_generators_and_process_groups_are_as_before():
     record(ranks=2)
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
     assert states[2] == np.random.get_state()[1].tolist()
-    assert not dist.is_initialized() and torch.UntypedStorage.resize_ is resize
+    assert not dist.is_initialized() and torch.UntypedStorage.resize_ is resize and not gc.get_freeze_count()
     assert type(torch.ones(2) + 1) is torch.Tensor
+
+
+def test_what_the_caller_keeps_from_the_garbage_collector_stays_so():
+    gc.freeze()
+    try:
+        record()
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
 
 
 def test_a_refused_plan_leaves_no_trace_either():

@@ -19,7 +19,14 @@ FakeTensorMode = fake.FakeTensorMode
 
 
 class EmulatedFakeMode(fake.FakeTensorMode):
-    """torch's fake tensors where a program runs on them as if they were real, and is not being captured."""
+    """torch's fake tensors where a program runs on them as if they were real, and is not being captured.
+
+    torch's cache of what operations return is off: the emulation has its own, and keys to fill both take longer.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.cache_enabled = False
 
     @property
     def learns_shapes(self) -> bool:
