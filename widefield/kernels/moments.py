@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from widefield.private_torch.fake_tensors import runs_on_gpu
+
 aten = torch.ops.aten
 
 CHUNK = 1 << 18
@@ -38,7 +40,7 @@ def moments_of(image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moments_of(image: Tensor) -> tuple[Tensor, Tensor]:
-    if image.is_cuda or image.dtype in (torch.float32, torch.float64):
+    if runs_on_gpu(image) or image.dtype in (torch.float32, torch.float64):
         return torch.batch_norm_update_stats(image, None, None, 0.0)
     # On the CPU, 16-bit inputs give 16-bit statistics unless float32 buffers are passed; these are thrown away.
     unused = torch.zeros(image.size(1), dtype=torch.float32), torch.ones(image.size(1), dtype=torch.float32)
@@ -55,7 +57,7 @@ def moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    if rows.is_cuda or not rows.is_contiguous():
+    if runs_on_gpu(rows) or not rows.is_contiguous():
         return _moments_of(rows)
     pixels, dtype = rows.size(2), statistics_dtype(rows.dtype)
     means, invstds = [], []
@@ -239,7 +241,7 @@ def input_gradient(grad: Tensor, image: Tensor, mean: Tensor, invstd: Tensor, we
     if image.numel() == 0:
         return torch.empty_like(image)
     weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-    if grad.is_cuda:  # torch's SyncBatchNorm has one kernel for all three terms, which multiplies by weight last
+    if runs_on_gpu(grad):  # torch's SyncBatchNorm has one kernel for all three terms, which multiplies by weight last
         weight = torch.where(weight.abs() < SMALLEST_WEIGHT, SMALLEST_WEIGHT, weight)
         along_centred, along_mean = means[0] / weight / invstd, means[1] / weight
         one = torch.ones(1, dtype=torch.int32, device=grad.device)  # the count: these are means already

@@ -30,6 +30,7 @@ from widefield.ops.normalization import (
 )
 from widefield.private_torch.decompositions import decomposition_table
 from widefield.private_torch.dispatcher import AutoDispatchBelowAutograd
+from widefield.private_torch.fake_tensors import runs_on_gpu
 from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
 from widefield.tiled.tensor import TiledTensor
 
@@ -212,7 +213,7 @@ def rms_norm_backward(grad: Meta, image: Meta, shape: Sequence[int], invstd: Met
 def _rms_backward(tile: Tensor) -> Callable[..., tuple]:
     """The backward: the operation on CUDA, torch's decomposition of it elsewhere, where it has no kernel."""
     operation = aten._fused_rms_norm_backward.default
-    return operation if tile.is_cuda else decomposition_table[operation]
+    return operation if runs_on_gpu(tile) else decomposition_table[operation]
 
 
 class _Fused(torch.autograd.Function):

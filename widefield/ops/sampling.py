@@ -18,6 +18,7 @@ from widefield.comm import halo
 from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of, uncut
 from widefield.geometry.window import Spread, Window
+from widefield.private_torch.fake_tensors import runs_on_gpu
 from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case, composed, rule
 from widefield.tiled.redistribute import tile_by
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -176,7 +177,7 @@ def channel_shuffle(image: Meta, groups: int) -> Local:
         return [(layout.shape, layout.cuts)]
 
     def run(layout: Layout, tile: Tensor) -> Tensor:
-        if tile.is_cuda:  # torch's kernel takes contiguous tiles alone there, and contiguous gradients
+        if runs_on_gpu(tile):  # torch's kernel takes contiguous tiles alone there, and contiguous gradients
             return tile.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
         return aten.channel_shuffle.default(tile, groups)
 

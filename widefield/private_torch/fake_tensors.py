@@ -21,12 +21,13 @@ FakeTensorMode = fake.FakeTensorMode
 class EmulatedFakeMode(fake.FakeTensorMode):
     """torch's fake tensors where a program runs on them as if they were real, and is not being captured.
 
+    of_gpu: the program is that of a GPU, though the tensors say that they are a CPU's.
     torch's cache of what operations return is off: the emulation has its own, and keys to fill both take longer.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, of_gpu: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self.cache_enabled = False
+        self.of_gpu, self.cache_enabled = of_gpu, False
 
     @property
     def learns_shapes(self) -> bool:
@@ -44,6 +45,11 @@ def is_captured(tensor: Any) -> bool:
 def is_emulated(tensor: Any) -> bool:
     """Whether a tensor has no numbers because a program is run on such tensors."""
     return isinstance(tensor, fake.FakeTensor) and isinstance(tensor.fake_mode, EmulatedFakeMode)
+
+
+def runs_on_gpu(tensor: Tensor) -> bool:
+    """Whether kernels of a GPU run on a tensor, or would where the program of a GPU is emulated."""
+    return tensor.is_cuda or is_emulated(tensor) and tensor.fake_mode.of_gpu  # type: ignore[attr-defined]
 
 
 def is_eager(tensor: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from widefield.comm import collectives, halo
 from widefield.geometry.box import Box, full_box, is_empty, size_of, within
 from widefield.private_torch.dispatcher import EffectType, register_effectful_op
-from widefield.private_torch.fake_tensors import is_eager
+from widefield.private_torch.fake_tensors import is_eager, runs_on_gpu
 from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.gather_watch import note_drawn
 from widefield.tiled.redistribute import space_group
@@ -35,7 +35,7 @@ def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
 
 def with_gaps(like: Tensor) -> Tensor:
     """An empty tensor of the same shape with gaps in memory, for which a GPU's dropout draws in another order than without."""
-    return like.new_empty((*like.shape, 2))[..., 0] if like.is_cuda else like
+    return like.new_empty((*like.shape, 2))[..., 0] if runs_on_gpu(like) else like
 
 
 # ---------------------------------------------------------------------------------------------- the order in memory

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.fake_tensors import runs_on_gpu
 from widefield.private_torch.tensors import cdata, storage_use_count
 from widefield.tiled.redistribute import is_dense
 
@@ -138,7 +139,7 @@ class Bucket:
         if memory is None or (len(memory), memory.dtype, memory.device) != like or _users_of(memory) > self._users:
             memory = torch.empty(like[0], dtype=like[1], device=like[2])
             self._users = _users_of(memory)
-        self._memory = memory if first.device.type == "cpu" else None  # a GPU's allocator keeps it, for others too
+        self._memory = None if runs_on_gpu(first) else memory  # a GPU's allocator keeps it, for others too
         return memory
 
     def finish(self) -> None:

@@ -66,11 +66,13 @@ def least_seconds(name: str, signature: Hashable, size: int, dtype: str) -> floa
 
     name: of torch's operation, as in `aten.sum.default`.  size: bytes, read and written.
     """
-    kind = name.split(".")[1] if "." in name else name
-    tensors = list(tensors_of(signature))
+    kind, tensors = _kind(name), list(tensors_of(signature))
     if not tensors or not size:
         return SHORTEST_SECONDS
-    _, shape, strides, _ = tensors[0]
+    _, shape, strides, of_image = tensors[0]
+    if is_one_pass(name, signature):
+        kind = {"batch_norm_update_stats": "native_batch_norm", "native_batch_norm": "batch_norm_elemt"}.get(kind, kind)
+        dtype = of_image  # that of the result may be the statistics'
     wide = 1 if dtype in ("bfloat16", "float16") else 2
     if "convolution" in kind:
         seconds = _convolution(kind, signature, size, wide)
@@ -93,6 +95,21 @@ def least_seconds(name: str, signature: Hashable, size: int, dtype: str) -> floa
     else:
         seconds = size / (wide * HALF.get(kind, math.inf))
     return max(seconds, SHORTEST_SECONDS)
+
+
+def is_one_pass(name: str, signature: Hashable) -> bool:
+    """Whether a kernel of batch norm moves what it reads and writes once: its statistics are given, or all that it takes."""
+    kind = _kind(name)
+    if kind in ("batch_norm_update_stats", "batch_norm_backward_elemt"):
+        return True
+    if kind not in ("native_batch_norm", "native_batch_norm_backward") or not isinstance(signature, tuple):
+        return False
+    args = signature[1]
+    return not args[5] if kind == "native_batch_norm" else not args[9][0]
+
+
+def _kind(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
 
 
 def _convolution(kind: str, signature: Hashable, size: int, wide: int) -> float:

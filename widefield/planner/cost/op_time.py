@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from widefield.planner.cost.gpu_kernels import convolution_flops, least_seconds, tensors_of
+from widefield.planner.cost.gpu_kernels import convolution_flops, is_one_pass, least_seconds, tensors_of
 from widefield.planner.machines.calibration import Kernel
 from widefield.planner.machines.cluster import Cluster
 from widefield.planner.machines.device import SHORT_SECONDS
@@ -103,7 +103,8 @@ class OpTimes:
         on_cores = device.uses_tensor_cores(precision)
         reached = device.flops_reached if on_cores or device.is_cpu else device.flops_reached_plain
         filled = _filling(flops, device.peak_flops(precision)) if not device.is_cpu else 1.0
-        moved = passes(name) * (CONVERTED if on_cores and is_converted(name, signature) else 1.0)
+        moved = 1.0 if not device.is_cpu and is_one_pass(name, signature) else passes(name)
+        moved *= CONVERTED if on_cores and is_converted(name, signature) else 1.0
         return max(
             flops / (device.peak_flops(precision) * reached * filled),
             moved * size / (device.memory_bytes_per_second * device.bandwidth_reached),

@@ -63,7 +63,7 @@ def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given 
         with _LargeWeightsAreZero():
             parts = assemble(config, mesh, given=given, initial_weights=False)
         dummy_batch, rows = _dummy_batch(parts, mesh), _rows(parts)
-        with emulated(recording) as emulation:
+        with emulated(recording, of_gpu=not on_cpu) as emulation:
             emulation.model_of(parts.model)
             learner, _ = learner_of(parts, dummy_batch=emulation.batch_of(dummy_batch, 1, samples=0))
             return _recorded(learner, mesh, rows, emulation, samples=config.data.batch)

@@ -44,6 +44,10 @@ SMALL, SMALL_BYTES = 4096, 8192
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 
+_WITHOUT_FAKES = (aten.batch_norm_update_stats.default, aten.batch_norm_backward_elemt.default)
+"""Operations of batch norm that torch's fake tensors do not know, and would compute."""
+
+
 class CannotEmulate(NotImplementedError):
     """The step depends on numbers that only data or weights have."""
 
@@ -227,7 +231,7 @@ class Emulation(TorchDispatchMode):
         if any(type(tensor) is not FakeTensor for tensor in given):
             args, kwargs = tree_map(self._without_numbers, (args, kwargs))
         try:
-            out = func(*args, **kwargs) if func is not aten.batch_norm_update_stats.default else self._statistics_of(args[0])
+            out = self._of_batch_norm(func, args) if func in _WITHOUT_FAKES else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._refusal(str(func)) from error
         found = Result.of(out, given)
@@ -244,9 +248,11 @@ class Emulation(TorchDispatchMode):
         with no_dispatch():
             return FakeTensor(self.fakes, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), _CPU)
 
-    def _statistics_of(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance per channel: torch's fake tensors do not know `batch_norm_update_stats`, and would compute it."""
-        channels = image.shape[1]
+    def _of_batch_norm(self, func: Any, args: tuple) -> Any:
+        """What operations of _WITHOUT_FAKES return: mean and variance per channel, or the gradient of an image."""
+        if func is aten.batch_norm_backward_elemt.default:
+            return self.like(args[1])
+        image, channels = args[0], args[0].shape[1]
         dtype = torch.promote_types(image.dtype, torch.float32)
         mean, var = (self.like(torch.empty(channels, dtype=dtype, device="meta")) for _ in range(2))
         return mean, var
@@ -311,9 +317,9 @@ class Emulation(TorchDispatchMode):
 
 
 @contextmanager
-def emulated(recording: Recording) -> Iterator[Emulation]:
-    """Inside, operations are recorded and have no data."""
-    fakes = EmulatedFakeMode(allow_non_fake_inputs=True)
+def emulated(recording: Recording, *, of_gpu: bool = False) -> Iterator[Emulation]:
+    """Inside, operations are recorded and have no data.  of_gpu: they are those that run on a GPU."""
+    fakes = EmulatedFakeMode(of_gpu=of_gpu, allow_non_fake_inputs=True)
     emulation = Emulation(recording, fakes)
     memory_pool.STAND_INS.append(emulation.stored)
     try:
