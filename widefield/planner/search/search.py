@@ -88,7 +88,7 @@ def search(
     queue = _Queue(pricing, model, found, len(pixels))
     queue.add(_known(pricing, ranks, pixels, needed=not first))
     for layout in itertools.chain(first, queue):
-        if clock.seconds > seconds and found.estimates:
+        if clock.seconds > seconds and found.estimates and layout not in first:
             found.untried = len(queue.waiting)
             break
         if any(estimate.layout == layout for estimate in found.estimates):
