@@ -266,9 +266,9 @@ def check_fake(kind):
     assert isinstance(made, kind) and made.stride() == (1, 3) and made.device.type == "cpu"
 
 
-def in_modes():
+def in_modes(**of_last):
     """A real tensor, one of a capture, and one of a program that is run without numbers."""
-    modes = torch._subclasses.fake_tensor.FakeTensorMode(), private_torch.fake_tensors.EmulatedFakeMode()
+    modes = torch._subclasses.fake_tensor.FakeTensorMode(), private_torch.fake_tensors.EmulatedFakeMode(**of_last)
     found = [torch.ones(2)]
     for mode in modes:
         with mode:
@@ -572,6 +572,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "FakeTensorMode": check_fake_mode,
     "EmulatedFakeMode": check_emulated_mode,
     "is_captured": lambda captured: holds([captured(one) for one in in_modes()] == [False, True, False]),
+    "runs_on_gpu": lambda runs: holds(
+        [runs(one) for one in in_modes()] == [False] * 3 and runs(in_modes(of_gpu=True)[2]) and not runs(image())
+    ),
     "is_eager": lambda eager: holds([eager(one) for one in in_modes()] == [True, False, True]),
     "is_emulated": lambda emulated: holds([emulated(one) for one in in_modes()] == [False, False, True]),
     "DataDependentOutputException": check_values_asked,

@@ -35,6 +35,8 @@ class OpEvent:
     bytes_written: int
     dtype: str
     """Of the result, as `float32`."""
+    is_transfer: bool = False
+    """Whether it copies from the host's memory to a GPU's, or back."""
 
     @property
     def runs_kernel(self) -> bool:

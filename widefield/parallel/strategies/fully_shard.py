@@ -35,6 +35,7 @@ from widefield.plans import Plan
 from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.private_torch.tensors import base_of
 from widefield.streaming.api import Streamed
+from widefield.streaming.storage.memory_pool import is_planned_for_gpu
 
 AXIS = "shard"
 SECTION = "sharding"
@@ -127,6 +128,11 @@ def _check(mesh: Mesh) -> None:
         raise ValueError(
             f"gradient.compression={plan.compression} is for whole copies and sharding.zero={asked.zero} has none; "
             "set gradient.compression=none, or sharding.zero=1"
+        )
+    if asked.offload and is_planned_for_gpu():
+        raise NotImplementedError(
+            "sharding.offload=true is not planned for GPUs yet: what torch moves between them and the host is not known "
+            "without one; measure it there with `widefield bench`, or plan sharding.offload=false, which takes more memory"
         )
     if asked.offload and mesh.device.type == "cpu":
         raise ValueError(

@@ -20,7 +20,7 @@ from typing import Literal
 from widefield.planner.cost.gpu_kernels import convolution_flops, is_one_pass, least_seconds, tensors_of
 from widefield.planner.machines.calibration import Kernel
 from widefield.planner.machines.cluster import Cluster
-from widefield.planner.machines.device import SHORT_SECONDS
+from widefield.planner.machines.device import SHORT_SECONDS, Device
 from widefield.planner.step_record import OpEvent
 
 Source = Literal["measured", "interpolated", "roofline"]
@@ -40,6 +40,10 @@ ZERO_KERNELS = ("fsdp.all_gather_copy_in", "fsdp.chunk_cat")
 """Each takes all weights, or all gradients, of one of ZeRO's units."""
 ZERO_TIMES = 3
 """A step of ZeRO-3 gathers each weight twice and scatters its gradient once."""
+HOST_LINKS = {("V100", "T4"): 12e9, ("H100", "H200", "B200", "RTX5090"): 50e9}
+"""Bytes per second, by the names of devices: four fifths of PCIe 3 x16 and of PCIe 5 x16 (PCI-SIG: 15.8 and 63 GB/s)."""
+HOST_LINK_ELSE = 25e9
+"""Of PCIe 4 x16, which has 31.5 GB/s."""
 WITHOUT_KERNEL = ("aten.empty", "aten.new_empty")
 """They give memory and write nothing."""
 
@@ -73,7 +77,7 @@ class OpTimes:
 
     def of(self, event: OpEvent) -> Timed:
         """Of a kernel of ZeRO's together with the Python around it."""
-        key = (event.signature, event.flops, event.bytes_read + event.bytes_written)
+        key = (event.signature, event.flops, event.bytes_read + event.bytes_written, event.is_transfer)
         if key not in self.known:
             timed = self._time(event)
             self.known[key] = replace(timed, seconds=timed.seconds + self._python_of_zero(event))
@@ -82,6 +86,8 @@ class OpTimes:
     def _time(self, event: OpEvent) -> Timed:
         if not event.runs_kernel or event.name.startswith(WITHOUT_KERNEL):
             return Timed(0.0, "measured")
+        if event.is_transfer:
+            return Timed(event.bytes_written / host_bytes_per_second(self.device), "roofline")
         kernel = self.kernels.get(event.signature)
         if kernel is not None:
             return Timed(kernel.seconds, "measured")
@@ -129,6 +135,11 @@ class OpTimes:
             total += weight
             logs += weight * math.log(max(roofline, 1e-9) / max(row.seconds, 1e-9))
         return math.exp(logs / total)
+
+
+def host_bytes_per_second(device: Device) -> float:
+    """Of copies between a GPU and pinned memory of the host, in one direction."""
+    return next((rate for names, rate in HOST_LINKS.items() if device.name.startswith(names)), HOST_LINK_ELSE)
 
 
 def _flops(event: OpEvent) -> float:

@@ -62,6 +62,9 @@ class Recording:
         self._refs: dict[int, weakref.ref] = {}
         self._in_optimizer = False
         self._is_on = False
+        self._on_host: dict[int, int] = {}
+        """The bytes of storages in the host's memory, of a GPU's step, by `cdata`; of files none."""
+        self._host_peak = 0
         self._now = self._stored = self._allocator_peak = 0
         self._clear()
 
@@ -120,6 +123,7 @@ class Recording:
                 bytes_read=sum(tensor.nbytes for tensor in reads),
                 bytes_written=sum(tensor.nbytes for tensor in outs) or (reads[0].nbytes if reads else 0),
                 dtype=str((outs or reads)[0].dtype).removeprefix("torch.") if outs or reads else "",
+                is_transfer=bool(self._on_host) and len({cdata(t.untyped_storage()) in self._on_host for t in reads}) > 1,
             )
         )
         extra = transient_bytes(str(func), args, kwargs, out) if self.kernels else 0
@@ -181,6 +185,12 @@ class Recording:
         self._refs[key] = weakref.ref(storage, lambda _: self._frees(key))
         self._changes(life.bytes, stored=life.is_stored)
 
+    def holds_on_host(self, tensor: Tensor, *, is_file: bool) -> None:
+        """A tensor exists in the host's memory, or in a file, where the step is a GPU's."""
+        self.holds(tensor, stored=None)
+        self._on_host[cdata(tensor.untyped_storage())] = 0 if is_file else tensor.nbytes
+        self._host_peak = max(self._host_peak, sum(self._on_host.values()))
+
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """A storage gets another size, as FSDP's gathered weights do: it ends, and another one begins in its place."""
         life = self._lives.get(cdata(storage))
@@ -192,6 +202,7 @@ class Recording:
 
     def _frees(self, key: int) -> None:
         self._refs.pop(key, None)
+        self._on_host.pop(key, None)
         life = self._lives.pop(key, None)
         if life is not None:
             self._ends(life)
@@ -241,6 +252,9 @@ class Recording:
         rest = self._peak - sum(parts.values())
         if rest:
             parts["transient"] = parts.get("transient", 0) + rest
+        if self._host_peak:
+            held = f"{self._host_peak / 2**30:.2f} GiB of the host's memory"
+            self.assumed[f"beside the device's, a rank takes up to {held} for what it moves there"] = None
         module, op = self._peak_place
         lives = sorted((*self._ended, *self._lives.values()), key=lambda life: life.born)
         blocks = [AllocatedBlock(life.born, life.died, life.bytes) for life in lives]

@@ -296,10 +296,16 @@ class Emulation(TorchDispatchMode):
         return fake
 
     def stored(self, size_bytes: int, is_file: bool) -> Tensor:
-        """The memory of what a stream stores between its tiles, as bytes.  A file is not the process's, so it counts none."""
+        """The memory of what a stream stores between its tiles, as bytes.
+
+        A file is not the process's, so it counts none; nor does a GPU's step in the host's memory.
+        """
         with disable_current_modes(), self.fakes:
             memory = torch.empty(size_bytes, dtype=torch.uint8)
-        self.recording.holds(memory, stored=None if is_file else True)
+        if self.fakes.of_gpu:
+            self.recording.holds_on_host(memory, is_file=is_file)
+        else:
+            self.recording.holds(memory, stored=None if is_file else True)
         return memory
 
     def batch_of(self, batch: Batch, rows: int, *, samples: int) -> Batch:
@@ -321,9 +327,9 @@ def emulated(recording: Recording, *, of_gpu: bool = False) -> Iterator[Emulatio
     """Inside, operations are recorded and have no data.  of_gpu: they are those that run on a GPU."""
     fakes = EmulatedFakeMode(of_gpu=of_gpu, allow_non_fake_inputs=True)
     emulation = Emulation(recording, fakes)
-    memory_pool.STAND_INS.append(emulation.stored)
+    memory_pool.PLANNED_MEMORY.append(memory_pool.PlannedMemory(emulation.stored, of_gpu))
     try:
         with fakes, recording.watched(), emulation:
             yield emulation
     finally:
-        memory_pool.STAND_INS.pop()
+        memory_pool.PLANNED_MEMORY.pop()

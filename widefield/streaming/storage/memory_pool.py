@@ -17,6 +17,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -102,9 +103,29 @@ class NoBlock(Block):
         """There is nothing to advise on."""
 
 
-STAND_INS: list[Callable[[int, bool], Tensor]] = []
-"""While there is one, the last makes the memory of blocks, from their bytes and whether they are a file: a step that is only
-planned stores nothing."""
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Makes the memory of blocks where a step is only planned, and stores nothing.
+
+    make: from their bytes, and whether they are a file.  of_gpu: the step is a GPU's, whose memory is not the host's.
+    """
+
+    make: Callable[[int, bool], Tensor]
+    of_gpu: bool = False
+
+
+PLANNED_MEMORY: list[PlannedMemory] = []
+"""While there is one, the last counts."""
+
+
+def is_planned_for_gpu() -> bool:
+    """Whether a step of a GPU is planned: its tensors say that they are on a CPU, and the host's memory is another."""
+    return bool(PLANNED_MEMORY) and PLANNED_MEMORY[-1].of_gpu
+
+
+def is_apart(device: torch.device) -> bool:
+    """Whether a device has memory of its own, so that tensors take less of it in the host's."""
+    return device.type != "cpu" or is_planned_for_gpu()
 
 
 class FreeList:
@@ -126,8 +147,8 @@ class FreeList:
 
     def take(self, size_bytes: int) -> tuple[Block, Tensor]:
         """A block of at least so many bytes, and a uint8 tensor of all of it; it becomes idle once no tensor refers to it."""
-        if STAND_INS:
-            return NoBlock(size_bytes), STAND_INS[-1](size_bytes, self.folder is not None)
+        if PLANNED_MEMORY:
+            return NoBlock(size_bytes), PLANNED_MEMORY[-1].make(size_bytes, self.folder is not None)
         self._sort_back()
         fitting = [block for block in self.idle if size_bytes <= block.bytes <= self.most_waste * size_bytes]
         if fitting:

@@ -22,7 +22,7 @@ from widefield.geometry.interval import Interval
 from widefield.geometry.strides import stride_order
 from widefield.geometry.window import hull
 from widefield.naming import did_you_mean
-from widefield.streaming.storage.memory_pool import Block, Pool
+from widefield.streaming.storage.memory_pool import Block, Pool, is_apart, is_planned_for_gpu
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PLACES = ("device", "host", "file")
@@ -80,7 +80,7 @@ class OffloadBuffer:
             raise ValueError(f"there is no place {place!r} to keep tensors in{hint} There are: {', '.join(PLACES)}.")
         self.shape, self.dtype, self.device, self.place = torch.Size(shape), dtype, torch.device(device), place
         self.order = tuple(range(len(self.shape)) if order is None else order)
-        self._is_on_device = place == "device" or (place == "host" and self.device.type == "cpu")
+        self._is_on_device = place == "device" or (place == "host" and not is_apart(self.device))
         self._room, self._taken = room, 0
         self._pool = pool
         self._memory: Tensor | None = None
@@ -218,9 +218,12 @@ class OffloadBuffer:
             self._is_on_device, self._taken = True, self.bytes
         if self._is_on_device or self.place != "file" or not self.bytes:
             device = self.device if self._is_on_device else CPU
-            if device.type != "cpu" or self.bytes < HOST_BYTES or self._pool is None:
+            is_pooled = self.bytes >= HOST_BYTES and self._pool is not None
+            if is_planned_for_gpu():
+                is_pooled = not self._is_on_device
+            if device.type != "cpu" or not is_pooled:
                 return _empty(self.shape, self.dtype, device, self.order)
-            _, memory = self._pool.host.take(self.bytes)
+            _, memory = (self._pool or Pool()).host.take(self.bytes)
             strides = _empty(self.shape, self.dtype, META, self.order).stride()
             return memory[: self.bytes].view(self.dtype).as_strided(self.shape, strides)
         self._band = _band_of(self.shape, self.order)
