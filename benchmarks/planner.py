@@ -5,6 +5,7 @@
     flops       of the plain model by torch's FlopCounterMode, exactly
     time        seconds of steps of models and plans that no calibration has seen, beside the planned ones; how the order of
                 plans agrees (Kendall's tau), and how much slower the planned best is than the measured best
+    planning    seconds that a plan itself takes, and the memory of the process that makes it
 
 Ranks are those of the tests, one thread each.  Memory, messages and FLOPs do not depend on what else the machine does; time
 does, so `time` wants a quiet machine, and its figures are of one with at least as many cores as ranks.
@@ -12,13 +13,16 @@ does, so `time` wants a quiet machine, and its figures are of one with at least 
     python benchmarks/planner.py memory messages flops [--nets unet,resnet] [--plans 'one;rows'] [--save] [--missing]
     OMP_NUM_THREADS=1 widefield plan --calibrate
     python benchmarks/planner.py time [--ranks 2] [--steps 5] [--save]
+    python benchmarks/planner.py planning [--save]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +42,7 @@ from planner.measured_step import MeasuredStep, flops_of, measured  # noqa: E402
 from planner.truth_cases import NETS, PLANS, TruthCase, all_cases  # noqa: E402
 from ranks import RankFailed, close_all, on_ranks  # noqa: E402
 
+import widefield as wf  # noqa: E402
 from widefield.comm.mesh import Mesh, World  # noqa: E402
 from widefield.plans import Plan, plan_of  # noqa: E402
 
@@ -62,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "own kernels, seconds": asked.kernel_seconds,
             }
             _finish("planner_time", {"conditions": _conditions() | how, **found}, asked)
+        if "planning" in asked.what:
+            _finish("planner_planning", {"conditions": _conditions(), **_planning()}, asked)
     finally:
         close_all()
     return 0
@@ -69,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["memory", "messages", "flops", "time"])
+    parser.add_argument("what", nargs="+", choices=["memory", "messages", "flops", "time", "planning"])
     parser.add_argument("--nets", type=lambda text: text.split(","), default=list(NETS), help=", ".join(NETS))
     parser.add_argument("--plans", type=lambda text: text.split(";"), default=list(PLANS), help="; ".join(PLANS))
     parser.add_argument("--ranks", type=int, default=2)
@@ -94,6 +101,48 @@ def _conditions() -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(), "threads per rank": 1, "torch": torch.__version__,
         "python": platform.python_version(), "date": date.today().isoformat(),
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- the time of a plan
+
+QUESTIONS = {
+    "ResNet-50, 3 x 32,768 x 32,768, 32 H100s": (
+        "torchvision/resnet50",
+        {"image": (3, 32768, 32768), "classes": 10, "batch": 8, "cluster": "4x8xH100-80G", "seconds": 1},
+    ),
+    "ResNet-50, 3 x 224 x 224, 1,024 H100s": (
+        "torchvision/resnet50", {"image": (3, 224, 224), "batch": 8192, "cluster": "128x8xH100-80G"},
+    ),
+    "U-Net, 1 x 512 x 512 x 512, 1,024 H100s": (
+        "unet", {"image": (1, 512, 512, 512), "batch": 1024, "cluster": "128x8xH100-80G"},
+    ),
+}  # fmt: skip
+
+
+def _planning() -> dict[str, Any]:
+    """Of each question: the seconds of its first plan, without imports, and of the same once more; the process's peak."""
+    found: dict[str, Any] = {}
+    for name in QUESTIONS:
+        answer = multiprocessing.get_context("spawn").Pool(1).apply(_asked_of_a_new_process, (name,))
+        print(name, answer, file=sys.stderr, flush=True)
+        found[name] = answer
+    return {
+        "question": "how long a plan takes, in a process of its own that has imported this library and torchvision",
+        "plans": found,
+    }
+
+
+def _asked_of_a_new_process(name: str) -> dict[str, Any]:
+    recipe, question = QUESTIONS[name]
+    first, again = (_seconds_of(lambda: wf.plan(recipe, **question)) for _ in range(2))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"first, seconds": round(first, 1), "again, seconds": round(again, 1), "peak of the process, MiB": round(peak)}
+
+
+def _seconds_of(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 # ---------------------------------------------------------------------------------------------- memory, messages, FLOPs

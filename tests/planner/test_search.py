@@ -262,6 +262,15 @@ def test_an_answer_is_data_that_json_holds():
     assert tree["cluster"]["ranks"] == 8 and tree["scaling"]
 
 
+def test_the_recipe_s_own_layout_is_tried_however_short_the_search():
+    pricing = made_pricing(MadeModel(activations=2 * GIB), "8xA100-40G", batch=16)
+    own = RunLayout(replicate=4, space=(2, 1))
+    own_pricing = replace(pricing, config=own.config(pricing.config))
+    found = search(own_pricing, 8, PIXELS, seconds=-1)
+    assert [one.layout for one in found.estimates] == [RunLayout(replicate=8), own] and found.untried > 0
+    assert len(search(own_pricing, 8, PIXELS, seconds=-1, own=False).estimates) == 1
+
+
 def test_a_search_that_ends_by_the_clock_says_what_it_has_not_looked_at():
     found = search(made_pricing(MadeModel(activations=2 * GIB), "8xA100-40G", batch=16), 8, PIXELS, seconds=-1)
     assert len(found.estimates) == 1 and found.untried > 0
