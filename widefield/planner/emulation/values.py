@@ -42,8 +42,7 @@ _CPU = torch.device("cpu")
 SMALL, SMALL_BYTES = 4096, 8192
 """Numbers up to which a tensor that is made without fake ones is real, and bytes: the state of torch's generator has 5,056."""
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
-
-
+_DEVICE_OF = torch.ops.prim.device.default
 _WITHOUT_FAKES = (aten.batch_norm_update_stats.default, aten.batch_norm_backward_elemt.default)
 """Operations of batch norm that torch's fake tensors do not know, and would compute."""
 
@@ -191,7 +190,7 @@ class Emulation(TorchDispatchMode):
             _tensors_in(kwargs.values(), tensors)
         if any(type(tensor) not in _PLAIN for tensor in tensors):
             return NotImplemented  # a tiled tensor or a part of a gradient: its own operations come here
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question, as for a tensor's device: no kernel runs
