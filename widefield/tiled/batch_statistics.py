@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
-from widefield.private_torch.fake_tensors import is_emulated
+from widefield.private_torch.fake_tensors import is_emulated, runs_on_gpu
 from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.partial_gradient import full_value, partial_of
 from widefield.tiled.redistribute import move_cuts, to_layout, whole_of
@@ -83,22 +83,27 @@ def merged(
     On a GPU neither is checked, for that would wait for the device.
     """
     # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
-    origin = None if running_mean is None else running_mean.double().nan_to_num(0, 0, 0)
+    origin = None if running_mean is None else running_mean.nan_to_num(0, 0, 0)
     tile = share.tile_of(image)
-    sums = _sums_about(origin, tile, empty=share.is_inactive or tile.numel() == 0) / share.replicas
-    sums = torch.cat([sums, sums.new_tensor([number, number * number])])
+    sums = _sums_about(origin, tile, share, number)
     dist.all_reduce(sums, group=group)
-    sums, numbers = sums[:-2], sums[-2:]
-    has_numbers = not (sums.is_cuda or is_emulated(sums))
-    if has_numbers:
-        total, squares = numbers.tolist()
+    channels = tile.size(1)
+    count = sums[2 * channels]
+    if runs_on_gpu(sums):
+        divisor: Tensor | float = count.clamp(min=1)
+        correction: Tensor | float = divisor / (count - 1).clamp(min=1)
+    else:
+        divisor, total, squares = (2.0, 0.0, 0.0) if is_emulated(sums) else sums[2 * channels :].tolist()
         _check_numbers(total, squares, number, group)
-    if has_numbers and sums[-1] <= 1:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
-            f"(this rank's input: {tuple(image.shape)}); use a larger batch or larger images"
-        )
-    return _finish(sums, origin, moments.statistics_dtype(image.dtype))
+        if divisor <= 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got {int(divisor)} over all {group.size()} ranks "
+                f"(this rank's input: {tuple(image.shape)}); use a larger batch or larger images"
+            )
+        correction = divisor / (divisor - 1)
+    found = _finish(sums[: 2 * channels].view(2, channels), origin, divisor, correction)
+    mean, var, unbiased = found.to(moments.statistics_dtype(image.dtype)).unbind()
+    return Statistics(mean, var, unbiased, count)
 
 
 def _check_numbers(total: float, squares: float, number: int, group: dist.ProcessGroup) -> None:
@@ -125,26 +130,36 @@ def batch_norm_over(
     return [Normalize.apply(image, weight, bias, whole, eps, group, share), *new]
 
 
-def _sums_about(origin: Tensor | None, image: Tensor, *, empty: bool) -> Tensor:
-    """This rank's sums: n * (mean - origin), squared deviations from the origin, and n; 2C + 1 float64 numbers."""
-    channels = image.size(1)
-    if empty:
-        return image.new_zeros(2 * channels + 1, dtype=torch.float64)
-    mean, var = (statistic.double() for statistic in moments.moments_of(image))
-    count = image.numel() // channels
-    shift = mean if origin is None else mean - origin
-    return torch.cat([shift * count, (var + shift * shift) * count, shift.new_full((1,), count)])
+def _sums_about(origin: Tensor | None, tile: Tensor, share: StatisticsShare, number: int) -> Tensor:
+    """This rank's message of 2C + 1 float64 numbers: n * (mean - origin), squared deviations from the origin, and n.
+
+    On the CPU the layer's number and its square follow, by which ranks compare where they are.
+    """
+    channels = tile.size(1)
+    count = 0.0
+    if share.is_inactive or tile.numel() == 0:
+        pair = tile.new_zeros((2, channels), dtype=torch.float64)
+    else:
+        count = tile.numel() // channels / share.replicas
+        pair = torch.stack(moments.moments_of(tile)).double()
+        shift, squares = pair[0], pair[1]
+        if origin is not None:
+            shift -= origin
+        squares.addcmul_(shift, shift)
+        pair *= count
+    if runs_on_gpu(tile):  # numbers of the host would wait for all that the GPU has to do
+        return torch.cat([pair.view(-1), pair.new_full((1,), count)])
+    return torch.cat([pair.view(-1), pair.new_tensor([count, number, number * number])])
 
 
-def _finish(sums: Tensor, origin: Tensor | None, dtype: torch.dtype) -> Statistics:
-    """The statistics of the whole batch, in `dtype`, from the sums over all ranks."""
-    channels = (sums.numel() - 1) // 2
-    count = sums[-1]
-    shift = sums[:channels] / count.clamp(min=1)
-    squares = (sums[channels:-1] - count * shift * shift).clamp_(min=0)
-    mean = shift if origin is None else origin + shift
-    var, unbiased = squares / count.clamp(min=1), squares / (count - 1).clamp(min=1)
-    return Statistics(mean.to(dtype), var.to(dtype), unbiased.to(dtype), count)
+def _finish(sums: Tensor, origin: Tensor | None, count: Tensor | float, correction: Tensor | float) -> Tensor:
+    """Mean, variance and unbiased variance of the whole batch, (3, C), from the sums over all ranks, (2, C).
+
+    count: of the values per channel.  correction: count / (count - 1).
+    """
+    shift, squares = (sums / count).unbind()
+    var = squares.addcmul(shift, shift, value=-1).clamp_(min=0)
+    return torch.stack([shift if origin is None else shift + origin, var, var * correction])
 
 
 class Normalize(torch.autograd.Function):
