@@ -123,7 +123,8 @@ def _planning() -> dict[str, Any]:
     """Of each question: the seconds of its first plan, without imports, and of the same once more; the process's peak."""
     found: dict[str, Any] = {}
     for name in QUESTIONS:
-        answer = multiprocessing.get_context("spawn").Pool(1).apply(_asked_of_a_new_process, (name,))
+        with multiprocessing.get_context("spawn").Pool(1) as new_process:
+            answer = new_process.apply(_asked_of_a_new_process, (name,))
         print(name, answer, file=sys.stderr, flush=True)
         found[name] = answer
     return {

@@ -31,7 +31,7 @@ from widefield.private_torch.dispatcher import DispatchKey, SetExcludeDispatchKe
 from widefield.private_torch.modules import buffers_of, compiled_call_impl_of
 from widefield.private_torch.pytree import tree_map
 from widefield.private_torch.tensors import version_counter
-from widefield.streaming.storage.memory_pool import is_apart
+from widefield.streaming.storage.memory_pool import has_own_memory
 
 AXIS = None
 SECTION = "recompute"
@@ -100,7 +100,7 @@ def _check(model: nn.Module, mesh: Mesh, asked: RecomputeConfig) -> None:
             "recompute runs blocks again as Python does and a compiled model has none; set model.compile=false, "
             "or recompute=null"
         )
-    if asked.offload and not is_apart(mesh.device):
+    if asked.offload and not has_own_memory(mesh.device):
         raise ValueError(
             "recompute.offload=true moves activations to the CPU's memory and the device is the CPU already; "
             "set recompute.offload=false"

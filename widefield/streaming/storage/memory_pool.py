@@ -123,8 +123,8 @@ def is_planned_for_gpu() -> bool:
     return bool(PLANNED_MEMORY) and PLANNED_MEMORY[-1].of_gpu
 
 
-def is_apart(device: torch.device) -> bool:
-    """Whether a device has memory of its own, so that tensors take less of it in the host's."""
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device has memory of its own, apart from the host's."""
     return device.type != "cpu" or is_planned_for_gpu()
 
 

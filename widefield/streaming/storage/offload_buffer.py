@@ -22,7 +22,7 @@ from widefield.geometry.interval import Interval
 from widefield.geometry.strides import stride_order
 from widefield.geometry.window import hull
 from widefield.naming import did_you_mean
-from widefield.streaming.storage.memory_pool import Block, Pool, is_apart, is_planned_for_gpu
+from widefield.streaming.storage.memory_pool import Block, Pool, has_own_memory, is_planned_for_gpu
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PLACES = ("device", "host", "file")
@@ -80,7 +80,7 @@ class OffloadBuffer:
             raise ValueError(f"there is no place {place!r} to keep tensors in{hint} There are: {', '.join(PLACES)}.")
         self.shape, self.dtype, self.device, self.place = torch.Size(shape), dtype, torch.device(device), place
         self.order = tuple(range(len(self.shape)) if order is None else order)
-        self._is_on_device = place == "device" or (place == "host" and not is_apart(self.device))
+        self._is_on_device = place == "device" or (place == "host" and not has_own_memory(self.device))
         self._room, self._taken = room, 0
         self._pool = pool
         self._memory: Tensor | None = None
