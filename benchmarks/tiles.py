@@ -7,7 +7,8 @@ nets       nets that others wrote, in turns: the whole on rank 0 alone, tiles on
 memory     peak of what the allocator holds during that step beside weights and gradients, per rank over the whole's
 overhead   16 residual blocks with GroupNorm on one rank, as a tiled tensor with nothing to exchange, against plain
            PyTorch: at 8 x 8 pixels and 4 channels, where Python is all there is, and at 256 x 256 and 32 channels;
-           beside it DTensor and PhysicsNeMo's ShardTensor, where they are installed
+           beside it plain PyTorch and the tiled tensor with the blocks compiled by torch.compile, which wants a C++ compiler,
+           and DTensor and PhysicsNeMo's ShardTensor, where they are installed
 
   python benchmarks/tiles.py speed nets memory overhead [--side 1024] [--pairs 7] [--nets ResNet-50 ...]
 """
@@ -297,6 +298,15 @@ def ours(channels: int, image: Tensor) -> Callable[[], None]:
     return step_of(blocks(channels), wf.tile(image, mesh))
 
 
+def plain_compiled(channels: int, image: Tensor) -> Callable[[], None]:
+    return step_of(torch.compile(blocks(channels)), image)
+
+
+def ours_compiled(channels: int, image: Tensor) -> Callable[[], None]:
+    mesh = replace(wf.build_mesh(), grid=Grid((1, 1)))
+    return step_of(torch.compile(blocks(channels)), wf.tile(image, mesh))
+
+
 def dtensor(channels: int, image: Tensor) -> Callable[[], None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
@@ -316,7 +326,14 @@ def physicsnemo(channels: int, image: Tensor) -> Callable[[], None]:
     return step_of(distribute_module(blocks(channels), mesh), tensor)
 
 
-PEERS = {"plain": plain, "widefield": ours, "DTensor": dtensor, "PhysicsNeMo ShardTensor": physicsnemo}
+PEERS = {
+    "plain": plain,
+    "widefield": ours,
+    "plain, compiled": plain_compiled,
+    "widefield, compiled": ours_compiled,
+    "DTensor": dtensor,
+    "PhysicsNeMo ShardTensor": physicsnemo,
+}
 
 
 # ---------------------------------------------------------------------------------------------- results

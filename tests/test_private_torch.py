@@ -408,6 +408,20 @@ def check_foreach_mul(scale):
     assert all(torch.equal(each, image() * 2) for each in scaled)
 
 
+def check_static_dims(attribute):
+    """torch.compile looks for it, and takes what it names for constants; what it does not name becomes a variable."""
+    graphs = []
+    for marks in (True, False):
+        torch.compiler.reset()
+        call = torch.compile(lambda x: x * 2, backend=lambda graph, inputs: graphs.append(inputs) or graph.forward)
+        for size in (3, 4, 5):
+            number = torch.ones(size)
+            if marks:
+                setattr(number, attribute, {0})
+            call(number)
+    assert len(graphs) == 3 + 2, "a graph for each size, and then one and one for any size"
+
+
 def check_schema(schema_of):
     schema = schema_of(aten.add_.Tensor)
     assert schema.name == "aten::add_" and schema.is_mutable and len(schema.returns) == 1
@@ -532,6 +546,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "foreach_norm": lambda norm: holds([float(n) for n in norm([torch.tensor([3.0, 4.0]), torch.ones(1)])] == [5, 1]),
     "foreach_mul_": check_foreach_mul,
     "standard_gamma": lambda gamma: holds((gamma(torch.full((9,), 2.0)) > 0).all()),
+    "STATIC_DIMS": check_static_dims,
+    "ALL_DIMS": lambda dims: holds(type(dims) is set and 63 in dims),
     "weight_norm": lambda norm: holds(norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]), 0).tolist() == [[6, 8]]),
     # autograd.py
     "profiler_enabled": lambda enabled: holds(enabled() is False),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from marks import few
 from ranks import on_ranks
+from torch import nn
 from torch.nn import functional as F
 
 import widefield as wf
@@ -79,3 +80,94 @@ def unet(mesh):
 def test_a_compiled_unet_sends_no_more_pixels_than_an_uncompiled_one():
     for uncompiled, compiled in on_ranks(2, unet, plan=Plan(space=[2, 1]), timeout_seconds=300):
         assert 0 < compiled <= uncompiled
+
+
+# ---------------------------------------------------------------------------------------------- images of several sizes
+
+SIZES = [(2, 32, 30), (3, 41, 30), (5, 20, 22), (3, 41, 30), (4, 9, 9)]
+"""Of batches.  Where a size differs from the first time, torch's compiler takes it for a variable if it may."""
+MOST_GRAPHS = 3
+"""What the sizes above take but for the last one, of which the compiler leaves the model, or some of its functions, alone."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.down, self.head = nn.Conv2d(8, 4, 3, stride=2, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.stem(x) * 1.5)
+
+    def rest(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(F.interpolate(F.relu(self.norm(x)), scale_factor=2, mode="bilinear"))
+        x = x + x.mean(dim=(2, 3), keepdim=True)
+        return self.head(F.adaptive_avg_pool2d(x, (2, 2)).flatten(2).mean(2))
+
+
+def of_model(net, mesh, **options):
+    net = wf.parallelize(net, mesh)
+    net.compile(**options)
+    return lambda x, labels: F.cross_entropy(wf.whole(net(x)), labels)
+
+
+def of_step(net, mesh, **options):
+    return torch.compile(lambda x, labels: F.cross_entropy(net(x), labels), **options)
+
+
+def of_parts(net, mesh, **options):
+    stem, rest = torch.compile(net.stem, **options), torch.compile(net.rest, **options)
+    return lambda x, labels: F.cross_entropy(wf.whole(rest(stem(x) * 1.5)), labels)
+
+
+def of_variable_sizes(net, mesh, **options):
+    net = torch.compile(net, dynamic=True, **options)
+    return lambda x, labels: F.cross_entropy(wf.whole(net(x)), labels)
+
+
+HOW = {"the model": (of_model, 1), "a step": (of_step, 1), "parts": (of_parts, 2), "dynamic=True": (of_variable_sizes, 1)}
+"""What is compiled, and how many graphs a size takes."""
+
+
+def of_several_sizes(mesh) -> list[str]:
+    with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of its own doings
+        return [f"{name}: {problem}" for name, (how, graphs) in HOW.items() for problem in problems_of(mesh, how, graphs)]
+
+
+def problems_of(mesh, how, graphs: int) -> list[str]:
+    """Where losses or gradients are not those of the whole, uncompiled; and where a size did not take as many graphs."""
+    torch._dynamo.reset()
+    nets, compiled, problems = [], [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(Net().double())
+    whole, cut = nets
+
+    def counting(graph, inputs):
+        compiled.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    call = how(cut, mesh, backend=counting)
+    for number, (batch, *size) in enumerate(SIZES):
+        generator = torch.Generator().manual_seed(number)
+        image = torch.randn(batch, 3, *size, generator=generator, dtype=torch.float64)
+        labels = torch.randint(3, (batch,), generator=generator)
+        before = len(compiled)
+        losses = F.cross_entropy(whole(image), labels), wf.whole(call(wf.tile(image, mesh), labels))
+        new = len(compiled) - before
+        for net, loss in zip(nets, losses, strict=True):
+            net.zero_grad()
+            loss.backward()
+        grads = [(a.grad, wf.whole(b.grad)) for a, b in zip(whole.parameters(), cut.parameters(), strict=True)]
+        off = max(float((a - b).abs().max().detach()) for a, b in (losses, *grads))
+        problems += [f"{batch} x {size}: off by {off}"] if off > 1e-12 else []
+        expected = 0 if SIZES[number] in SIZES[:number] else graphs
+        if 0 < number < len(SIZES) - 1 and new != expected:  # a first graph may be made twice, the last not or in parts
+            problems.append(f"{batch} x {size}: {new} graphs, not {expected}")
+    return problems
+
+
+@pytest.mark.long
+def test_a_compiled_model_takes_images_of_any_size():
+    assert on_ranks(2, of_several_sizes, plan=Plan(space=[2, 1]), timeout_seconds=300) == [[], []]

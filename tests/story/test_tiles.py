@@ -117,7 +117,8 @@ def test_an_average_clipping_and_accumulation_change_nothing(tmp_path):
 @pytest.mark.long
 def test_a_compiled_model_trains_on_tiles_as_one_that_is_not(tmp_path):
     pytest.importorskip("torch._inductor")
-    small = [*ALTOGETHER, "model.options.widths=[4]", "schedule.length=2step", "schedule.warmup=1step"]
+    of_two_sizes = ["data.options.pages=[5, 5]", "data.batch_size=3"]  # three pages and two
+    small = [*ALTOGETHER, *of_two_sizes, "model.options.widths=[4]", "schedule.length=2step", "schedule.warmup=1step"]
     one = trained(tmp_path / "one", *small)
     compiled = ["model.compile=true", *LAYOUTS["rows"]]
     assert_same(trained(tmp_path / "cut", *small, *compiled, ranks=2, timeout_seconds=400), one)

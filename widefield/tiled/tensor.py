@@ -20,7 +20,7 @@ from torch import Tensor
 from widefield.geometry.layout import Layout, uncut
 from widefield.geometry.strides import strides_like
 from widefield.private_torch.autograd import set_view_replay_enabled
-from widefield.private_torch.tensors import disabled_torch_function_impl, make_wrapper_subclass
+from widefield.private_torch.tensors import ALL_DIMS, STATIC_DIMS, disabled_torch_function_impl, make_wrapper_subclass
 
 
 class TiledTensor(Tensor):
@@ -63,6 +63,7 @@ class TiledTensor(Tensor):
         return handler(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        setattr(self.local, STATIC_DIMS, ALL_DIMS)  # a compiler asks here before it looks at the tile
         return ["local"], self.tile_layout
 
     @staticmethod
@@ -91,6 +92,9 @@ class TiledTensor(Tensor):
         raise NotImplementedError(
             f"a tensor of shape {list(self.shape)} cut into tiles cannot be pickled or saved; save widefield.whole(it)"
         )
+
+
+setattr(TiledTensor, STATIC_DIMS, ALL_DIMS)
 
 
 def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
