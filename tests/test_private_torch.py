@@ -408,6 +408,22 @@ def check_foreach_mul(scale):
     assert all(torch.equal(each, image() * 2) for each in scaled)
 
 
+def check_never_compile(never_compile):
+    """A function that torch.compile meets outside of a graph, and one that this calls, are left alone."""
+
+    def called(x):
+        return x.sin() if torch.compiler.is_compiling() else x.cos()
+
+    def apart(x):
+        return called(x) + (1 if torch.compiler.is_compiling() else 0)
+
+    never_compile(apart)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(suppress_errors=False):
+        whole = torch.compile(lambda run, x: run(x), backend="eager")
+        assert torch.equal(whole(torch.compiler.disable(apart, recursive=False), torch.zeros(2)), torch.ones(2))
+
+
 def check_static_dims(attribute):
     """torch.compile looks for it, and takes what it names for constants; what it does not name becomes a variable."""
     graphs = []
@@ -546,6 +562,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "foreach_norm": lambda norm: holds([float(n) for n in norm([torch.tensor([3.0, 4.0]), torch.ones(1)])] == [5, 1]),
     "foreach_mul_": check_foreach_mul,
     "standard_gamma": lambda gamma: holds((gamma(torch.full((9,), 2.0)) > 0).all()),
+    "never_compile": check_never_compile,
     "STATIC_DIMS": check_static_dims,
     "ALL_DIMS": lambda dims: holds(type(dims) is set and 63 in dims),
     "weight_norm": lambda norm: holds(norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]), 0).tolist() == [[6, 8]]),

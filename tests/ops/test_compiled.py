@@ -125,6 +125,20 @@ def of_variable_sizes(net, mesh, **options):
     return lambda x, labels: F.cross_entropy(wf.whole(net(x)), labels)
 
 
+class Interrupted(nn.Module):
+    """The compiler leaves a GRU alone and goes on behind it: a graph before, one after, and a gradient through all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.rows, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.pad(self.stem(x), [1, 1, -1, 1])
+        x = (x * x.sum([0, 1, 2], keepdim=True))[..., ::2]
+        found, _ = self.rows(x.mean(3).transpose(1, 2))
+        return self.head(found.mean(1))
+
+
 HOW = {"the model": (of_model, 1), "a step": (of_step, 1), "parts": (of_parts, 2), "dynamic=True": (of_variable_sizes, 1)}
 """What is compiled, and how many graphs a size takes."""
 
@@ -132,16 +146,17 @@ HOW = {"the model": (of_model, 1), "a step": (of_step, 1), "parts": (of_parts, 2
 def of_several_sizes(mesh) -> list[str]:
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own doings
-        return [f"{name}: {problem}" for name, (how, graphs) in HOW.items() for problem in problems_of(mesh, how, graphs)]
+        found = [f"{name}: {problem}" for name, (how, graphs) in HOW.items() for problem in problems_of(mesh, how, graphs)]
+        return found + [f"interrupted: {problem}" for problem in problems_of(mesh, of_step, None, Interrupted)]
 
 
-def problems_of(mesh, how, graphs: int) -> list[str]:
+def problems_of(mesh, how, graphs: int | None, make=Net) -> list[str]:
     """Where losses or gradients are not those of the whole, uncompiled; and where a size did not take as many graphs."""
     torch._dynamo.reset()
     nets, compiled, problems = [], [], []
     for _ in range(2):
         torch.manual_seed(0)
-        nets.append(Net().double())
+        nets.append(make().double())
     whole, cut = nets
 
     def counting(graph, inputs):
@@ -163,7 +178,9 @@ def problems_of(mesh, how, graphs: int) -> list[str]:
         off = max(float((a - b).abs().max().detach()) for a, b in (losses, *grads))
         problems += [f"{batch} x {size}: off by {off}"] if off > 1e-12 else []
         expected = 0 if SIZES[number] in SIZES[:number] else graphs
-        if 0 < number < len(SIZES) - 1 and new != expected:  # a first graph may be made twice, the last not or in parts
+        if (
+            graphs and 0 < number < len(SIZES) - 1 and new != expected
+        ):  # a first graph may be made twice, the last not or in parts
             problems.append(f"{batch} x {size}: {new} graphs, not {expected}")
     return problems
 
@@ -171,3 +188,26 @@ def problems_of(mesh, how, graphs: int) -> list[str]:
 @pytest.mark.long
 def test_a_compiled_model_takes_images_of_any_size():
     assert on_ranks(2, of_several_sizes, plan=Plan(space=[2, 1]), timeout_seconds=300) == [[], []]
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Conv2d(3, 2, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(head(x) for head in self.heads)
+
+
+def with_a_head_that_is_not_used(mesh) -> str:
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), pytest.raises(RuntimeError) as said:
+        warnings.simplefilter("ignore")
+        used, _ = torch.compile(TwoHeads(), backend="aot_eager")(wf.tile(torch.randn(1, 3, 8, 8), mesh))
+        used.sum().backward()
+    return str(said.value)
+
+
+@pytest.mark.long
+def test_a_compiled_output_without_gradient_is_refused():
+    assert all("call .detach()" in text for text in on_ranks(2, with_a_head_that_is_not_used, plan=Plan(space=[2, 1])))

@@ -62,3 +62,15 @@ register_effectful_op: Callable[[str, Any], None] = torch.library._register_effe
 def destroy_library(library: torch.library.Library) -> None:
     """Take the kernels of a library away again, so that the dispatcher's table is what it was before."""
     library._destroy()
+
+
+def never_compile(function: Any) -> None:
+    """Keep torch.compile from looking at a function, and at those that it calls, where it runs outside of a graph.
+
+    It would compile them one by one between two graphs.  Those that run a tiled tensor's operations have nothing to gain from
+    it, and hold tensors that are not complete yet.
+    """
+    frames = torch._C._dynamo.eval_frame
+    frames.set_code_exec_strategy(
+        function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    )

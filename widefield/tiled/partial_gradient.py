@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from widefield.comm import halo
 from widefield.geometry.layout import Grid
 from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, engine_run_backward_code
-from widefield.private_torch.dispatcher import schema_of
+from widefield.private_torch.dispatcher import never_compile, schema_of
 from widefield.private_torch.pytree import tree_map
 from widefield.private_torch.tensors import disabled_torch_function_impl, make_wrapper_subclass
 from widefield.rooms import is_of_engine
@@ -67,6 +67,11 @@ class PartialGradient(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], grid: Grid, size: Any, stride: Any) -> Tensor:
         return partial_of(inner["part"], grid)
 
+    def __coerce_same_metadata_as_tangent__(self, expected: Any, kind: type | None = None) -> Any:
+        """Its value, as a compiled backward expects it: cut like the forward's output."""
+        value = full_value(self)
+        return value.__coerce_same_metadata_as_tangent__(expected, kind) if type(value) is TiledTensor else None
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialGradient(rank {self.grid.index} of {self.grid.size}, part={self.part!r})"
 
@@ -75,6 +80,9 @@ class PartialGradient(Tensor):
             f"a gradient of shape {list(self.shape)} of which each of {self.grid.size} ranks has a part cannot be pickled or "
             "saved; save widefield.whole(it), on every rank"
         )
+
+
+never_compile(PartialGradient.__torch_dispatch__)
 
 
 def partial_of(part: Tensor, grid: Grid) -> Tensor:

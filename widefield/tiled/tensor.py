@@ -20,6 +20,7 @@ from torch import Tensor
 from widefield.geometry.layout import Layout, uncut
 from widefield.geometry.strides import strides_like
 from widefield.private_torch.autograd import set_view_replay_enabled
+from widefield.private_torch.dispatcher import never_compile
 from widefield.private_torch.tensors import ALL_DIMS, STATIC_DIMS, disabled_torch_function_impl, make_wrapper_subclass
 
 
@@ -68,7 +69,7 @@ class TiledTensor(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, size: Any, stride: Any) -> TiledTensor:
-        return wrap(inner["local"], layout)
+        return wrap_view(inner["local"], layout, stride)
 
     def __coerce_same_metadata_as_tangent__(self, layout: Layout, kind: type | None = None) -> Tensor:
         """A gradient as a compiled backward expects it: cut like the forward's output."""
@@ -95,6 +96,7 @@ class TiledTensor(Tensor):
 
 
 setattr(TiledTensor, STATIC_DIMS, ALL_DIMS)
+never_compile(TiledTensor.__torch_dispatch__)
 
 
 def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
