@@ -409,19 +409,24 @@ def check_foreach_mul(scale):
 
 
 def check_never_compile(never_compile):
-    """A function that torch.compile meets outside of a graph, and one that this calls, are left alone."""
+    """A function that torch.compile meets outside of a graph, and one that this calls, are left alone; in a graph if asked."""
 
     def called(x):
-        return x.sin() if torch.compiler.is_compiling() else x.cos()
+        return x.sin() + 5 if torch.compiler.is_compiling() else x.cos()
 
-    def apart(x):
-        return called(x) + (1 if torch.compiler.is_compiling() else 0)
+    def function(x):
+        return called(x)
 
-    never_compile(apart)
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(suppress_errors=False):
-        whole = torch.compile(lambda run, x: run(x), backend="eager")
-        assert torch.equal(whole(torch.compiler.disable(apart, recursive=False), torch.zeros(2)), torch.ones(2))
+    def found(run):
+        torch.compiler.reset()
+        return torch.compile(lambda x: run(x) * 3, backend="eager")(torch.zeros(1)).item()
+
+    outside = torch.compiler.disable(lambda x: function(x), recursive=False)
+    assert (found(outside), found(function)) == (15, 15)
+    never_compile(function)
+    assert (found(outside), found(function)) == (3, 15)
+    never_compile(function, ends_graphs=True)
+    assert (found(outside), found(function)) == (3, 3)
 
 
 def check_static_dims(attribute):

@@ -125,6 +125,17 @@ def of_variable_sizes(net, mesh, **options):
     return lambda x, labels: F.cross_entropy(wf.whole(net(x)), labels)
 
 
+def of_everything(net, mesh, **options):
+    """Images are cut, and the backward runs, in what is compiled."""
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(wf.whole(net(wf.tile(x, mesh))), labels)
+        loss.backward()
+        return loss.detach()
+
+    return torch.compile(step, **options)
+
+
 class Interrupted(nn.Module):
     """The compiler leaves a GRU alone and goes on behind it: a graph before, one after, and a gradient through all."""
 
@@ -146,7 +157,8 @@ HOW = {"the model": (of_model, 1), "a step": (of_step, 1), "parts": (of_parts, 2
 def of_several_sizes(mesh) -> list[str]:
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own doings
-        found = [f"{name}: {problem}" for name, (how, graphs) in HOW.items() for problem in problems_of(mesh, how, graphs)]
+        found = [f"everything: {problem}" for problem in problems_of(mesh, of_everything, None)]
+        found += [f"{name}: {problem}" for name, (how, graphs) in HOW.items() for problem in problems_of(mesh, how, graphs)]
         return found + [f"interrupted: {problem}" for problem in problems_of(mesh, of_step, None, Interrupted)]
 
 
@@ -168,12 +180,14 @@ def problems_of(mesh, how, graphs: int | None, make=Net) -> list[str]:
         generator = torch.Generator().manual_seed(number)
         image = torch.randn(batch, 3, *size, generator=generator, dtype=torch.float64)
         labels = torch.randint(3, (batch,), generator=generator)
-        before = len(compiled)
-        losses = F.cross_entropy(whole(image), labels), wf.whole(call(wf.tile(image, mesh), labels))
-        new = len(compiled) - before
-        for net, loss in zip(nets, losses, strict=True):
+        x, before = image if how is of_everything else wf.tile(image, mesh), len(compiled)
+        for net in nets:
             net.zero_grad()
-            loss.backward()
+        losses = F.cross_entropy(whole(image), labels), wf.whole(call(x, labels))
+        new = len(compiled) - before
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward()
         grads = [(a.grad, wf.whole(b.grad)) for a, b in zip(whole.parameters(), cut.parameters(), strict=True)]
         off = max(float((a - b).abs().max().detach()) for a, b in (losses, *grads))
         problems += [f"{batch} x {size}: off by {off}"] if off > 1e-12 else []

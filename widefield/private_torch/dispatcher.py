@@ -64,12 +64,15 @@ def destroy_library(library: torch.library.Library) -> None:
     library._destroy()
 
 
-def never_compile(function: Any) -> None:
+def never_compile(function: Any, *, ends_graphs: bool = False) -> None:
     """Keep torch.compile from looking at a function, and at those that it calls, where it runs outside of a graph.
 
     It would compile them one by one between two graphs.  Those that run a tiled tensor's operations have nothing to gain from
     it, and hold tensors that are not complete yet.
+    ends_graphs: a graph in which it is called ends before it, and another begins behind it.
     """
+    if ends_graphs:
+        function._torchdynamo_disable = True
     frames = torch._C._dynamo.eval_frame
     frames.set_code_exec_strategy(
         function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

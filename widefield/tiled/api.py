@@ -12,6 +12,7 @@ from widefield.comm import halo
 from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Layout, layout_of, uncut
+from widefield.private_torch.dispatcher import never_compile
 from widefield.tiled.dispatch import prepare
 from widefield.tiled.partial_gradient import full_value_with_grad
 from widefield.tiled.redistribute import is_dense, redistribute, space_group, to_layout
@@ -231,3 +232,7 @@ class _MeanOfTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return whole(grad), None
+
+
+for _makes_tiles in (tile, from_tile, as_tile, cut_by):
+    never_compile(_makes_tiles, ends_graphs=True)

@@ -94,6 +94,9 @@ def partial_of(part: Tensor, grid: Grid) -> Tensor:
     return made
 
 
+never_compile(partial_of, ends_graphs=True)
+
+
 def full_value(tensor: Any) -> Any:
     """The value of a partial gradient, as an uncut tiled tensor, or plain if a single number; other values as they are.
 

@@ -118,6 +118,9 @@ def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = No
     return made
 
 
+never_compile(wrap_view, ends_graphs=True)
+
+
 def swap(tensor: TiledTensor, other: TiledTensor) -> TiledTensor:
     """Give `tensor` the data, shape and layout of `other`, as in-place operations on dims do."""
     tensor.data = other
