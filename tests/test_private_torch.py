@@ -567,7 +567,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "foreach_norm": lambda norm: holds([float(n) for n in norm([torch.tensor([3.0, 4.0]), torch.ones(1)])] == [5, 1]),
     "foreach_mul_": check_foreach_mul,
     "standard_gamma": lambda gamma: holds((gamma(torch.full((9,), 2.0)) > 0).all()),
-    "never_compile": check_never_compile,
     "STATIC_DIMS": check_static_dims,
     "ALL_DIMS": lambda dims: holds(type(dims) is set and 63 in dims),
     "weight_norm": lambda norm: holds(norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]), 0).tolist() == [[6, 8]]),
@@ -584,6 +583,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "queue_callback": check_callback,
     "set_view_replay_enabled": check_replay,
     # dispatcher.py
+    "never_compile": check_never_compile,
     "DispatchKey": lambda key: holds([key.PythonTLSSnapshot, key.ADInplaceOrView, key.CompositeExplicitAutograd]),
     "OpOverload": lambda kind: holds(isinstance(aten.add.Tensor, kind) and not isinstance(torch.add, kind)),
     "schema_of": check_schema,

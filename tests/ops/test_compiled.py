@@ -192,10 +192,8 @@ def problems_of(mesh, how, graphs: int | None, make=Net) -> list[str]:
         off = max(float((a - b).abs().max().detach()) for a, b in (losses, *grads))
         problems += [f"{batch} x {size}: off by {off}"] if off > 1e-12 else []
         expected = 0 if SIZES[number] in SIZES[:number] else graphs
-        if (
-            graphs and 0 < number < len(SIZES) - 1 and new != expected
-        ):  # a first graph may be made twice, the last not or in parts
-            problems.append(f"{batch} x {size}: {new} graphs, not {expected}")
+        is_counted = graphs and 0 < number < len(SIZES) - 1  # a first graph may be made twice, the last one not or in parts
+        problems += [f"{batch} x {size}: {new} graphs, not {expected}"] if is_counted and new != expected else []
     return problems
 
 
