@@ -294,8 +294,7 @@ def plain(channels: int, image: Tensor) -> Callable[[], None]:
 
 
 def ours(channels: int, image: Tensor) -> Callable[[], None]:
-    mesh = replace(wf.build_mesh(), grid=Grid((1, 1)))  # a grid of one tile, which a plan takes for none
-    return step_of(blocks(channels), wf.tile(image, mesh))
+    return step_of(blocks(channels), one_tile(image))
 
 
 def plain_compiled(channels: int, image: Tensor) -> Callable[[], None]:
@@ -303,8 +302,11 @@ def plain_compiled(channels: int, image: Tensor) -> Callable[[], None]:
 
 
 def ours_compiled(channels: int, image: Tensor) -> Callable[[], None]:
-    mesh = replace(wf.build_mesh(), grid=Grid((1, 1)))
-    return step_of(torch.compile(blocks(channels)), wf.tile(image, mesh))
+    return step_of(torch.compile(blocks(channels)), one_tile(image))
+
+
+def one_tile(image: Tensor) -> Tensor:
+    return wf.tile(image, replace(wf.build_mesh(), grid=Grid((1, 1))))  # a grid which a plan takes for none
 
 
 def dtensor(channels: int, image: Tensor) -> Callable[[], None]:

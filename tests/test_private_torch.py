@@ -408,29 +408,26 @@ def check_foreach_mul(scale):
     assert all(torch.equal(each, image() * 2) for each in scaled)
 
 
-def check_never_compile(never_compile):
-    """A function that torch.compile meets outside of a graph, and one that this calls, are left alone; in a graph if asked."""
+def outside_and_inside(mark, outside, inside):
+    """What a function gives that was marked, where torch.compile meets it outside of a graph and in one; compiled it is 15."""
 
     def called(x):
         return x.sin() + 5 if torch.compiler.is_compiling() else x.cos()
 
-    def function(x):
-        return called(x)
+    function = eval("lambda x: called(x)", {"called": called})  # whose code is no other's, for that is what is marked
 
     def found(run):
         torch.compiler.reset()
         return torch.compile(lambda x: run(x) * 3, backend="eager")(torch.zeros(1)).item()
 
-    outside = torch.compiler.disable(lambda x: function(x), recursive=False)
-    assert (found(outside), found(function)) == (15, 15)
-    never_compile(function)
-    assert (found(outside), found(function)) == (3, 15)
-    never_compile(function, ends_graphs=True)
-    assert (found(outside), found(function)) == (3, 3)
+    apart = torch.compiler.disable(lambda x: function(x), recursive=False)
+    assert (found(apart), found(function)) == (15, 15)
+    mark(function)
+    assert (found(apart), found(function)) == (outside, inside)
 
 
-def check_static_dims(attribute):
-    """torch.compile looks for it, and takes what it names for constants; what it does not name becomes a variable."""
+def check_mark_static(mark_static):
+    """torch.compile takes what is marked for constants; other sizes become variables."""
     graphs = []
     for marks in (True, False):
         torch.compiler.reset()
@@ -438,7 +435,7 @@ def check_static_dims(attribute):
         for size in (3, 4, 5):
             number = torch.ones(size)
             if marks:
-                setattr(number, attribute, {0})
+                mark_static(number)
             call(number)
     assert len(graphs) == 3 + 2, "a graph for each size, and then one and one for any size"
 
@@ -567,8 +564,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "foreach_norm": lambda norm: holds([float(n) for n in norm([torch.tensor([3.0, 4.0]), torch.ones(1)])] == [5, 1]),
     "foreach_mul_": check_foreach_mul,
     "standard_gamma": lambda gamma: holds((gamma(torch.full((9,), 2.0)) > 0).all()),
-    "STATIC_DIMS": check_static_dims,
-    "ALL_DIMS": lambda dims: holds(type(dims) is set and 63 in dims),
+    "mark_static": check_mark_static,
     "weight_norm": lambda norm: holds(norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]), 0).tolist() == [[6, 8]]),
     # autograd.py
     "profiler_enabled": lambda enabled: holds(enabled() is False),
@@ -583,7 +579,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "queue_callback": check_callback,
     "set_view_replay_enabled": check_replay,
     # dispatcher.py
-    "never_compile": check_never_compile,
+    "never_compile": lambda never_compile: outside_and_inside(never_compile, 3, 15),
+    "ends_graphs": lambda ends_graphs: outside_and_inside(ends_graphs, 3, 3),
     "DispatchKey": lambda key: holds([key.PythonTLSSnapshot, key.ADInplaceOrView, key.CompositeExplicitAutograd]),
     "OpOverload": lambda kind: holds(isinstance(aten.add.Tensor, kind) and not isinstance(torch.add, kind)),
     "schema_of": check_schema,

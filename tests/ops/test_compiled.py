@@ -150,19 +150,24 @@ class Interrupted(nn.Module):
         return self.head(found.mean(1))
 
 
-HOW = {"the model": (of_model, 1), "a step": (of_step, 1), "parts": (of_parts, 2), "dynamic=True": (of_variable_sizes, 1)}
-"""What is compiled, and how many graphs a size takes."""
+HOW = {
+    "the model": (of_model, 1, Net),
+    "a step": (of_step, 1, Net),
+    "parts": (of_parts, 2, Net),
+    "dynamic=True": (of_variable_sizes, 1, Net),
+    "everything": (of_everything, None, Net),
+    "interrupted": (of_step, None, Interrupted),
+}
+"""What is compiled, how many graphs a size takes (None: not counted), and the net."""
 
 
 def of_several_sizes(mesh) -> list[str]:
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own doings
-        found = [f"everything: {problem}" for problem in problems_of(mesh, of_everything, None)]
-        found += [f"{name}: {problem}" for name, (how, graphs) in HOW.items() for problem in problems_of(mesh, how, graphs)]
-        return found + [f"interrupted: {problem}" for problem in problems_of(mesh, of_step, None, Interrupted)]
+        return [f"{name}: {problem}" for name, case in HOW.items() for problem in problems_of(mesh, *case)]
 
 
-def problems_of(mesh, how, graphs: int | None, make=Net) -> list[str]:
+def problems_of(mesh, how, graphs: int | None, make) -> list[str]:
     """Where losses or gradients are not those of the whole, uncompiled; and where a size did not take as many graphs."""
     torch._dynamo.reset()
     nets, compiled, problems = [], [], []

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch._library.effects as effects
 import torch.library
 import torch.utils._mode_utils as mode_utils
 import torch.utils._python_dispatch as python_dispatch
+
+if TYPE_CHECKING:
+    Function = TypeVar("Function", bound=Callable)
 
 DispatchKey = torch._C.DispatchKey
 """The layers of the dispatcher by name."""
@@ -64,16 +67,19 @@ def destroy_library(library: torch.library.Library) -> None:
     library._destroy()
 
 
-def never_compile(function: Any, *, ends_graphs: bool = False) -> None:
+def never_compile(function: Function) -> Function:
     """Keep torch.compile from looking at a function, and at those that it calls, where it runs outside of a graph.
 
     It would compile them one by one between two graphs.  Those that run a tiled tensor's operations have nothing to gain from
-    it, and hold tensors that are not complete yet.
-    ends_graphs: a graph in which it is called ends before it, and another begins behind it.
+    it, and hold tensors that are not complete yet.  `torch.compiler.disable` imports the compiler, which takes a second.
     """
-    if ends_graphs:
-        function._torchdynamo_disable = True
     frames = torch._C._dynamo.eval_frame
-    frames.set_code_exec_strategy(
-        function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    )
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    return function
+
+
+def ends_graphs(function: Function) -> Function:
+    """`never_compile`, and a graph in which the function is called ends before it, and another begins behind it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return never_compile(function)

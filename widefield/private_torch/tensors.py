@@ -45,8 +45,10 @@ standard_gamma: Callable[[Tensor], Tensor] = torch._standard_gamma
 weight_norm: Callable[[Tensor, Tensor, int], Tensor] = torch._weight_norm
 """A weight of a direction and a length, as `torch.nn.utils.weight_norm` makes it: a case of a norm of weights."""
 
-STATIC_DIMS = "_dynamo_static_indices"
-"""The attribute of a tensor in which torch.compile finds the dims whose sizes it takes as constants, as `mark_static` sets it.
-Of a tiled tensor all are: which rank sends what depends on the sizes, so each size of image has a graph of its own."""
-ALL_DIMS = set(range(64))
-"""As many dims as a tensor can have; a set, for torch.compile's guards accept no other kind."""
+
+def mark_static(tensor: Any) -> None:
+    """Have torch.compile take all sizes of a tensor, or of a class of tensors, for constants; `torch._dynamo` marks them so.
+
+    Which rank sends what depends on a tiled tensor's sizes, so each size of image has a graph of its own.
+    """
+    tensor._dynamo_static_indices = set(range(64))  # as many dims as a tensor can have

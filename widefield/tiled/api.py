@@ -12,7 +12,7 @@ from widefield.comm import halo
 from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Layout, layout_of, uncut
-from widefield.private_torch.dispatcher import never_compile
+from widefield.private_torch.dispatcher import ends_graphs
 from widefield.tiled.dispatch import prepare
 from widefield.tiled.partial_gradient import full_value_with_grad
 from widefield.tiled.redistribute import is_dense, redistribute, space_group, to_layout
@@ -20,6 +20,7 @@ from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 from widefield.tiled.view_writeback import version_of
 
 
+@ends_graphs
 def tile(image: Tensor, mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None = None) -> Tensor:
     """Cut a tensor that all ranks of the mesh's space axes have whole; each rank keeps its tile.
 
@@ -36,6 +37,7 @@ def tile(image: Tensor, mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None 
     return _Tile.apply(image, _layout(tuple(image.shape), mesh, cuts))
 
 
+@ends_graphs
 def from_tile(tile: Tensor, mesh: Mesh, shape: Sequence[int], cuts: Sequence[Sequence[int] | None] | None = None) -> Tensor:
     """The tiled tensor of the tiles that the ranks already have.
 
@@ -92,12 +94,14 @@ def tile_of(tensor: Tensor, mesh: Mesh, *, scale: int = 1) -> Tensor:
     return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, cuts))
 
 
+@ends_graphs
 def as_tile(tile: Tensor, layout: Layout) -> TiledTensor:
     """The tiled tensor by `layout` whose tile on this rank is `tile`.  Backward: `tile` gets its tile of the gradient."""
     prepare()
     return _FromTile.apply(tile, layout)
 
 
+@ends_graphs
 def cut_by(image: Tensor, layout: Layout) -> TiledTensor:
     """A plain tensor, the same on every rank, cut by `layout`.  Backward: every rank gets the gradient of all of it."""
     prepare()
@@ -232,7 +236,3 @@ class _MeanOfTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return whole(grad), None
-
-
-for _makes_tiles in (tile, from_tile, as_tile, cut_by):
-    never_compile(_makes_tiles, ends_graphs=True)

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from widefield.comm import halo
 from widefield.geometry.layout import Grid
 from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, engine_run_backward_code
-from widefield.private_torch.dispatcher import never_compile, schema_of
+from widefield.private_torch.dispatcher import ends_graphs, never_compile, schema_of
 from widefield.private_torch.pytree import tree_map
 from widefield.private_torch.tensors import disabled_torch_function_impl, make_wrapper_subclass
 from widefield.rooms import is_of_engine
@@ -57,6 +57,7 @@ class PartialGradient(Tensor):
     __torch_function__ = disabled_torch_function_impl
 
     @classmethod
+    @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return run_partial(func, args, kwargs or {})
 
@@ -82,9 +83,7 @@ class PartialGradient(Tensor):
         )
 
 
-never_compile(PartialGradient.__torch_dispatch__)
-
-
+@ends_graphs
 def partial_of(part: Tensor, grid: Grid) -> Tensor:
     """The PartialGradient whose part on this rank is `part`; on a grid of one rank `part` itself."""
     if grid.size == 1:
@@ -92,9 +91,6 @@ def partial_of(part: Tensor, grid: Grid) -> Tensor:
     made = make_wrapper_subclass(PartialGradient, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device)
     made.part, made.grid, made.writes = part, grid, [0]
     return made
-
-
-never_compile(partial_of, ends_graphs=True)
 
 
 def full_value(tensor: Any) -> Any:

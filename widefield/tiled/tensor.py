@@ -20,8 +20,8 @@ from torch import Tensor
 from widefield.geometry.layout import Layout, uncut
 from widefield.geometry.strides import strides_like
 from widefield.private_torch.autograd import set_view_replay_enabled
-from widefield.private_torch.dispatcher import never_compile
-from widefield.private_torch.tensors import ALL_DIMS, STATIC_DIMS, disabled_torch_function_impl, make_wrapper_subclass
+from widefield.private_torch.dispatcher import ends_graphs, never_compile
+from widefield.private_torch.tensors import disabled_torch_function_impl, make_wrapper_subclass, mark_static
 
 
 class TiledTensor(Tensor):
@@ -51,6 +51,7 @@ class TiledTensor(Tensor):
     __torch_function__ = disabled_torch_function_impl
 
     @classmethod
+    @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1:
             for kind in types:
@@ -64,7 +65,7 @@ class TiledTensor(Tensor):
         return handler(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        setattr(self.local, STATIC_DIMS, ALL_DIMS)  # a compiler asks here before it looks at the tile
+        mark_static(self.local)  # a compiler asks here before it looks at the tile
         return ["local"], self.tile_layout
 
     @staticmethod
@@ -95,8 +96,7 @@ class TiledTensor(Tensor):
         )
 
 
-setattr(TiledTensor, STATIC_DIMS, ALL_DIMS)
-never_compile(TiledTensor.__torch_dispatch__)
+mark_static(TiledTensor)
 
 
 def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
@@ -108,6 +108,7 @@ def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
     return wrap_view(tile, layout)
 
 
+@ends_graphs
 def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = None) -> TiledTensor:
     """`wrap` without the check; strides: the whole's, None: in the tile's order."""
     set_view_replay_enabled(True)
@@ -116,9 +117,6 @@ def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = No
     made.local = tile
     made.tile_layout = layout
     return made
-
-
-never_compile(wrap_view, ends_graphs=True)
 
 
 def swap(tensor: TiledTensor, other: TiledTensor) -> TiledTensor:
